@@ -92,7 +92,7 @@ class Case:
         """Of a batch."""
         return (self.weights[at] * F.cross_entropy(model(self.x[at]), self.y[at], reduction="none")).mean()
 
-    def adapted(self, steps: int, *, sharded: bool) -> todist.InnerLoopResult:
+    def adapted(self, steps: int, *, sharded: bool) -> todist.typing.InnerLoopResult:
         """The forward pass."""
         parallel = todist.DataParallel(own=self.weights) if dist.is_initialized() else None
         return todist.inner_loop(
@@ -106,7 +106,7 @@ class Case:
             parallel=parallel,
         )
 
-    def gradient(self, made: todist.InnerLoopResult) -> Tensor:
+    def gradient(self, made: todist.typing.InnerLoopResult) -> Tensor:
         """The backward pass."""
         at = torch.arange(len(self.x) // 8)
         return torch.autograd.grad(F.cross_entropy(made.params(self.x[at]), self.y[at]), self.weights)[0]

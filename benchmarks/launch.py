@@ -32,7 +32,7 @@ with open("at" + os.environ["RANK"], "w") as file:
 
 OURS = """
 import json, sys, time
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 from launch_task import now
 launcher = Launcher(nproc_per_host=2, handlers=[])
 for _ in range(int(sys.argv[1])):

@@ -49,7 +49,7 @@ def measure(seconds: float) -> list[str]:
 
     steps = rate(lambda: task_loss(model, x).backward())
     targets = iter(range(10**9))
-    small = rate(lambda: todist.remote_call(1 + next(targets) % (size - 1), nothing))
+    small = rate(lambda: todist.remote_call(nothing, 1 + next(targets) % (size - 1)))
     deadline = time.monotonic() + 10
     while any(worker.kept_graphs for worker in todist.status()) and time.monotonic() < deadline:
         pass  # the requests to forget them are on their way

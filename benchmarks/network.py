@@ -1,4 +1,4 @@
-"""How fast is a step where the network is slow? Star, tree and replica, on hosts that have 200 Mbit/s each, both ways.
+"""How fast is a step where the network is slow? Star, tree and mirror, on hosts that have 200 Mbit/s each, both ways.
 
 Each host is a network namespace of this machine, with one worker; a bridge joins all. A model of 16 MB goes to all
 workers, and its gradient comes back. The bytes into and out of rank 0's host are those that its interface has counted.
@@ -167,7 +167,7 @@ def measure(rounds: int, recorded: bool) -> None:
     nbytes = model.weight.nbytes
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     held = nn.Linear(SIDE, SIDE, bias=False)
-    replica = todist.replica(held, torch.optim.SGD(held.parameters(), lr=1e-3))
+    mirror = todist.mirror(held, torch.optim.SGD(held.parameters(), lr=1e-3))
     x = torch.ones(todist.get_world_size())
 
     def way(
@@ -196,7 +196,7 @@ def measure(rounds: int, recorded: bool) -> None:
     else:
         for fan_out in FAN_OUTS:
             ways[f"tree, fan_out={fan_out}"] = way(model, optimizer.step, fan_out=fan_out)
-        ways["replica"] = way(replica, replica.step)
+        ways["mirror"] = way(mirror, mirror.step)
     rows = {name: Row() for name in ways}
     for turn in range(rounds + 1):
         for name, run in ways.items():
@@ -215,7 +215,7 @@ def measure(rounds: int, recorded: bool) -> None:
         ratio(
             f"forward and backward of {nbytes / 1e6:.0f} MB on {todist.get_world_size()} hosts with slow lines",
             "the model to each worker",
-            f"a tree of {FAN_OUTS[0]}: {part[tree]:.2f} of its time; `replica`: {part['replica']:.2f}",
+            f"a tree of {FAN_OUTS[0]}: {part[tree]:.2f} of its time; `mirror`: {part['mirror']:.2f}",
         )
 
 

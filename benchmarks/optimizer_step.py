@@ -61,7 +61,7 @@ def chains() -> None:
     def foreach(params: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.Adam(params, lr=1e-3, foreach=True)
 
-    def chained(*links: todist.GradientTransformation) -> Callable[[], None]:
+    def chained(*links: todist.transform.GradientTransformation) -> Callable[[], None]:
         return todist.Optimizer(many(), todist.chain(*links)).step
 
     def decay(count: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def chains() -> None:
         "a schedule": (foreach(many()).step, todist.Adam(many(), lr=decay).step),
         "clip by norm": (
             clipped(params, foreach(params)),
-            chained(todist.clip_grad_norm(1.0), todist.adam(lr=1e-3)),
+            chained(todist.transform.clip_grad_norm(1.0), todist.adam(lr=1e-3)),
         ),
     }
     rows = []

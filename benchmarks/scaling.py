@@ -56,12 +56,12 @@ def stepper(side: int, seconds: float, *, replicated: bool) -> Callable[[], None
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.ones(todist.get_world_size())
     work = torch.full_like(x, seconds)
-    replica = todist.replica(model, optimizer) if replicated else None
+    mirror = todist.mirror(model, optimizer) if replicated else None
 
     def step() -> None:
         model.zero_grad()
-        task_loss(replica or model, x, work).backward()
-        (replica or optimizer).step()
+        task_loss(mirror or model, x, work).backward()
+        (mirror or optimizer).step()
 
     return step
 
@@ -74,8 +74,8 @@ def measure() -> Figures:
     """Time all ways in turn in every round; the least seconds, since the machine has other guests."""
     ways: dict[tuple[str, int], Callable[[], object]] = {}
     for side in SIDES:
-        for way in ("star", "replica"):
-            ways[way, 4 * side**2] = stepper(side, WORK, replicated=way == "replica")
+        for way in ("star", "mirror"):
+            ways[way, 4 * side**2] = stepper(side, WORK, replicated=way == "mirror")
     size = todist.get_world_size()
 
     def raw() -> None:
@@ -161,8 +161,8 @@ def on_hosts(cpu: Cost, way: str, size: int) -> float:
     """Seconds beyond the work of a step of a model of 100 MB, each worker on a host of its own with 10 Gbit/s.
 
     Args:
-        cpu: of the caller, for this way; in a tree and with a replica it handles its own bytes only.
-        way: star, tree or replica.
+        cpu: of the caller, for this way; in a tree and with a mirror it handles its own bytes only.
+        way: star, tree or mirror.
         size: the number of workers.
     """
     python = cpu.fixed + MODEL * cpu.own + (size - 1) * cpu.worker
@@ -246,7 +246,7 @@ def with_failures(size: int, dying: int, rounds: int = 200) -> tuple[float, floa
 # --- The page -------------------------------------------------------------------------------------------------
 
 
-WAYS = ("star", "replica")
+WAYS = ("star", "mirror")
 
 
 def report(measured: dict[int, Figures], efficiencies: dict[int, list[float]]) -> Iterator[str]:
@@ -264,13 +264,13 @@ def report(measured: dict[int, Figures], efficiencies: dict[int, list[float]]) -
             cells += [f"{efficiencies[size][index]:.0%}", f"{model:.0%}"]
         yield row(f"{work:g} s", *cells)
     yield from ["", "## What it says of more workers", ""]
-    ways = ("star", "tree", "replica")
+    ways = ("star", "tree", "mirror")
     yield row("workers", *(cell for way in ways for cell in (f"{way}: beyond the work", "work for 90 %")))
     yield rule(7)
     for size in (64, 256, 1024):
         cells = []
         for way in ways:
-            seconds = on_hosts(cpus["replica" if way == "replica" else "star"], way, size)
+            seconds = on_hosts(cpus["mirror" if way == "mirror" else "star"], way, size)
             cells += [f"{seconds:.2f} s", f"{9 * seconds:.1f} s"]
         yield row(f"{size:,}", *cells)
     yield from ["", "## A tree of 1,024 in which workers die", ""]
@@ -306,7 +306,7 @@ def fit_table(measured: dict[int, Figures], walls: dict[str, Cost], cpus: dict[s
 
     names = {
         "star": "a step",
-        "replica": "a step with a replica",
+        "mirror": "a step with a mirror",
         "call": "a call",
         "raw rpc_async": "raw `rpc_async`",
     }

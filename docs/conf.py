@@ -60,6 +60,16 @@ def no_type_before_colon(
             lines[index + 1] = re.sub(r"^( +)", r"\1: ", lines[index + 1])
 
 
+def from_any_module(app: Sphinx, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
+    """A name that a docstring gives without its module is found where it is; each has one place."""
+    if node.get("refdomain") != "py" or not (isinstance(contnode, nodes.literal) or node["reftype"] == "exc"):
+        return None
+    node["refspecific"] = True
+    return env.get_domain("py").resolve_xref(
+        env, node["refdoc"], app.builder, node["reftype"], node["reftarget"], node, contnode
+    )
+
+
 def plain_annotation(app: Sphinx, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
     """A type in a signature is text where it has no page here; what a person wrote as a link must be one."""
     return None if isinstance(contnode, nodes.literal) else contnode
@@ -110,4 +120,5 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", caption_blocks)
     app.connect("include-read", caption_included_blocks)
     app.connect("autodoc-process-docstring", no_type_before_colon, priority=400)
+    app.connect("missing-reference", from_any_module, priority=400)
     app.connect("missing-reference", plain_annotation)

@@ -233,7 +233,7 @@ def make() -> None:
     draw_growth()
     draw_efficiency()
     draw_graph(graph_of_two_steps(), FOLDER / "two_steps.svg")
-    todist.launch(timeline, (FOLDER / "timeline.svg",), nproc_per_host=2, rpc=True)
+    todist.launch(timeline, args=(FOLDER / "timeline.svg",), nproc_per_host=2, rpc=True)
 
 
 if __name__ == "__main__":

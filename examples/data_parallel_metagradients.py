@@ -128,7 +128,7 @@ def learn(args: argparse.Namespace) -> Curve:
 def main(args: argparse.Namespace) -> None:
     curves: dict[int, Curve] = {}
     for size in args.ranks:
-        made = todist.launch(learn, (args,), nproc_per_host=size, backend="gloo")
+        made = todist.launch(learn, args=(args,), nproc_per_host=size, backend="gloo")
         of_ranks = [made.rank(rank) for rank in range(size)]
         weights = [of_ranks[place % size].weights[place // size] for place in range(args.sequences)]
         curves[size] = of_ranks[0]._replace(weights=weights)

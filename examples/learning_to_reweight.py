@@ -146,7 +146,7 @@ def noisy_digits(noise: float, clean: int, generator: torch.Generator) -> Data:
 
 
 @todist.rank_zero_only
-def compare(args: argparse.Namespace, write: todist.WriteScalars) -> None:
+def compare(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
     start = time.perf_counter()
     curves: dict[str, list[list[float]]] = {}
     weights, wrong = [], []

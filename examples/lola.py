@@ -74,7 +74,7 @@ def anticipated(players: Players, look_ahead: float) -> Tensor:
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace, write: todist.WriteScalars) -> None:
+def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
     histories, learned = {}, {}
     for name, look_ahead in (("naive", 0.0), ("LOLA", args.look_ahead)):
         draw_policy = torch.Generator().manual_seed(args.seed)

@@ -125,7 +125,9 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace, parser: argparse.ArgumentParser, write: todist.WriteScalars) -> None:
+def train(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, write: todist.typing.WriteScalars
+) -> None:
     train_classes, test_classes = (
         omniglot_classes(args.omniglot, parser) if args.omniglot else digit_classes(args.noise)
     )
@@ -213,7 +215,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser, write: todi
 
 def worker_processes() -> dict[int, int]:
     """The process of each rank but 0."""
-    return {rank: todist.remote_call(rank, os.getpid) for rank in range(1, todist.get_world_size())}
+    return {rank: todist.remote_call(os.getpid, rank) for rank in range(1, todist.get_world_size())}
 
 
 def kill_workers(seconds: float, processes: dict[int, int]) -> None:

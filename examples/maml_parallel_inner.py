@@ -92,7 +92,7 @@ def after_adaptation(
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace, write: todist.WriteScalars) -> None:
+def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
     torch.set_default_dtype(
         torch.float64 if args.double else torch.float32
     )  # the calls' workers have it, too

@@ -70,7 +70,7 @@ def adapted_loss(model: nn.Module, task: Sines, lr: float, steps: int) -> Tensor
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace, write: todist.WriteScalars) -> None:
+def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
     models = {}
     for name, inner_steps in (("MAML", args.inner_steps), ("ordinary training", 0)):
         torch.manual_seed(args.seed)

@@ -27,7 +27,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 
 State = dict[str, Tensor]
 """The parameters of the network."""

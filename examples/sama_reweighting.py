@@ -92,7 +92,8 @@ def train(data: Data, adjoint: Any, args: argparse.Namespace) -> Run:
             meta_optimizer.zero_grad()
             F.cross_entropy(result.params(data.clean.x), data.clean.y).backward()
             meta_optimizer.step()
-        model = todist.module_detach_(result.params).requires_grad_()
+        todist.stop_gradient(result.params)
+        model = result.params.requires_grad_()
         state = todist.pytree.map_tensors(Tensor.detach, result.state)
         if step * POINTS // args.steps > (step - 1) * POINTS // args.steps:
             accuracies.append((model(data.test.x).argmax(-1) == data.test.y).double().mean().item())

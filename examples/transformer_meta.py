@@ -108,7 +108,7 @@ def sample_tasks(files: list[Tensor], tasks: int, generator: torch.Generator) ->
 
 
 @todist.rank_zero_only
-def train(args: argparse.Namespace, write: todist.WriteScalars) -> None:
+def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
     files = library()
     order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0)).tolist()
     held_out = sample_tasks([files[i] for i in order[:30]], args.test_tasks, torch.Generator().manual_seed(1))

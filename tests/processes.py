@@ -32,7 +32,7 @@ import cloudpickle
 
 import torchopt_dist as todist
 from tests.warm_python import Fork, Job, warm_python
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "tests" / "seeds" / "programs"

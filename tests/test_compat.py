@@ -336,12 +336,12 @@ def test_the_flat_names_stay_ours() -> None:
 
 def test_the_public_names_are_what_dir_shows() -> None:
     assert dir(todist) == sorted(todist.__all__)
-    assert not {"errors", "distributed", "optim", "_network", "_serialized_exception", "compat"} & {
-        *dir(todist)
-    }
+    assert not {"distributed", "optim", "_network", "_serialized_exception", "compat"} & {*dir(todist)}
     assert dir(todist.distributed) == todist.distributed.__all__
     assert dir(todist.nn) == todist.nn.__all__
     assert dir(todist.pytree) == todist.pytree.__all__
+    for module in (todist.typing, todist.transform, todist.adjoints, todist.launching):
+        assert dir(module) == sorted(module.__all__)
 
 
 def test_the_native_names_have_one_spelling() -> None:

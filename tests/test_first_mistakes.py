@@ -44,7 +44,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "`impl` must be a GradientTransformation, got type SGD",
     ),
     (
-        lambda: todist.chain(todist.clip_grad_norm(1.0), todist.adam),
+        lambda: todist.chain(todist.transform.clip_grad_norm(1.0), todist.adam),
         "`transformations[1]` must be a GradientTransformation, got function adam: call it with its arguments",
     ),
     (
@@ -139,7 +139,8 @@ def test_a_call_says_what_to_write(call: Callable[[], Any], kind: type[Exception
 
 def test_without_a_group_the_error_knows_both_launchers() -> None:
     with pytest.raises(
-        todist.NotInitializedError, match=r"auto_init_rpc.*workers of `todist.launch`, give it `rpc=True`"
+        todist.errors.NotInitializedError,
+        match=r"auto_init_rpc.*workers of `todist.launch`, give it `rpc=True`",
     ):
         todist.parallelize()(first)(torch.ones(2))
 

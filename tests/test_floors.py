@@ -44,13 +44,13 @@ GROUND = {
     "_torch_private",
     "_tracebacks",
     "_unconnected",
+    "_types",
     "_unsendable",
     "_versions",
     "_vjp",
     "_vmap",
     "errors",
     "pytree",
-    "typing",
 }
 FIRST = GROUND | {"ops", "linear_solve", "schedule"}
 SECOND = FIRST | {"transform", "linalg", "nonlinear_solve", "nn"}
@@ -88,7 +88,7 @@ MAY_IMPORT = {
     "checkpoint": GROUND | {"distributed.world"},
     "data": GROUND,
     "scalars": {"distributed.world"},
-    "launch": {
+    "launching": {
         "_code_pickler",
         "_launchers",
         "_liveness",
@@ -108,7 +108,7 @@ MAY_IMPORT = {
 A part of a room that has a row of its own is a room by itself: the parts of ``diff`` are above the rest of it, those of
 ``distributed`` below.
 """
-ROOF = {"__init__", "__main__", "bench", "compat", "report"}
+ROOF = {"__init__", "__main__", "bench", "compat", "report", "typing"}
 """These stand on everything."""
 
 
@@ -231,11 +231,12 @@ def test_imports_go_down() -> None:
         ("distributed.calls", "distributed.calls.tree", True),
         ("distributed.worker", "distributed.calls.graph", False),
         ("distributed.calls", "distributed.partition", False),
-        ("launch", "distributed", False),
-        ("launch", "_torch_private.interpreter_flags", True),
-        ("launch", "_vmap", False),
+        ("launching", "distributed", False),
+        ("launching", "_torch_private.interpreter_flags", True),
+        ("launching", "_vmap", False),
         ("_torch_private", "_torch_private.lookup.find", True),
-        ("_torch_private", "typing.OptionalTensor", True),
+        ("_torch_private", "_types.OptionalTensor", True),
+        ("nn", "typing", False),
         ("_torch_private", "ops", False),
         ("diff", "diff.implicit", True),
         ("diff", "diff.inner_loop", False),
@@ -301,10 +302,10 @@ def test_hidden_imports_are_found(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     file.write_text(
         'import importlib\nimportlib.import_module("torchopt_dist.optim")\nimportlib.import_module("torch")\n'
-        'PROGRAM = "import sys; from torchopt_dist.launch import forkserver"\n__import__("torchopt_dist")\n'
+        'PROGRAM = "import sys; from torchopt_dist.launching import forkserver"\n__import__("torchopt_dist")\n'
         'def f():\n    """See torchopt_dist.\n\n    >>> import torchopt_dist\n    """\n'
     )
-    assert sorted(hidden_imports(file)) == [(2, "optim"), (4, "launch"), (5, "")]
+    assert sorted(hidden_imports(file)) == [(2, "optim"), (4, "launching"), (5, "")]
 
 
 def test_no_file_is_called_utils_or_helpers() -> None:

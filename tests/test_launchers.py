@@ -149,7 +149,7 @@ def test_srun_s_own_pmi_agrees():
 )
 def test_launchers_that_contradict_each_other_are_told(env, pid):
     rule = r"two launchers have started this process.*contradict.*OMPI_COMM_WORLD_SIZE=.*set RANK, WORLD_SIZE"
-    with pytest.raises(todist.InitializationError, match=rule):
+    with pytest.raises(todist.errors.InitializationError, match=rule):
         find_task(env, pid)
 
 
@@ -169,7 +169,7 @@ def test_launchers_that_contradict_each_other_are_told(env, pid):
     ],
 )
 def test_several_tasks_that_cannot_be_told_apart_are_an_error(env, words):
-    with pytest.raises(todist.InitializationError) as caught:
+    with pytest.raises(todist.errors.InitializationError) as caught:
         find_task(env)
     for word in words:
         assert word in str(caught.value)
@@ -225,7 +225,7 @@ def test_the_place_is_that_of_srun_and_torchrun_s_variables_are_there_in_main_on
 
 
 def test_world_variables():
-    made = todist.world_variables(1, 4, address="a", port=5, local_rank=1, local_size=2, restarts=3)
+    made = todist.launching.world_variables(1, 4, address="a", port=5, local_rank=1, local_size=2, restarts=3)
     assert made == {
         "RANK": "1",
         "WORLD_SIZE": "4",
@@ -258,4 +258,4 @@ def test_world_variables():
 )
 def test_wrong_world_variables(more, error, rule):
     with pytest.raises(error, match=rule):
-        todist.world_variables(**{"rank": 1, "size": 2, "address": "a", "port": 5, **more})
+        todist.launching.world_variables(**{"rank": 1, "size": 2, "address": "a", "port": 5, **more})

@@ -27,7 +27,7 @@ def test_the_environment_may_say_some_of_it(monkeypatch, text, expected):
 )
 def test_the_environment_that_says_anything_else_is_an_error(monkeypatch, text):
     monkeypatch.setenv("TODIST_LIVENESS", text)
-    with pytest.raises(todist.InitializationError, match=r"TODIST_LIVENESS must be as in .*got '"):
+    with pytest.raises(todist.errors.InitializationError, match=r"TODIST_LIVENESS must be as in .*got '"):
         todist.auto_init_rpc()(lambda: None)()
 
 

@@ -309,7 +309,7 @@ def test_what_is_no_future_or_no_reference_is_refused():
 
 def test_a_reference_outside_a_group_is_refused():
     for _ in range(2):
-        with pytest.raises(todist.NotInitializedError, match="`tree_as_rref` needs an RPC group"):
+        with pytest.raises(todist.errors.NotInitializedError, match="`tree_as_rref` needs an RPC group"):
             pytree.tree_as_rref([1])
         todist.auto_init_rpc()(todist.get_rank)()  # after a group there is none, either
 

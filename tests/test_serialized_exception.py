@@ -199,7 +199,8 @@ def test_a_remote_error_sent_on_keeps_its_class():
 
 
 @pytest.mark.parametrize(
-    "kind", [todist.SerializationError, todist.WorkerLostError, todist.CallTimeoutError, todist.RemoteError]
+    "kind",
+    [todist.errors.SerializationError, todist.WorkerLostError, todist.CallTimeoutError, todist.RemoteError],
 )
 def test_the_package_s_own_errors_arrive(kind):
     got = there_and_back(kind("text"))

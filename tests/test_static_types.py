@@ -66,7 +66,7 @@ PROGRAM: list[tuple[str, str | None]] = [
     ('todist.SGD([{"params": params, "lr": 0.2}], lr=lambda step: 0.1 / (1 + step))', None),
     ("reveal_type(todist.parallelize()(loss))", CALL + "list[Tensor]"),
     ("reveal_type(todist.parallelize(todist.tasks, todist.mean_reducer)(loss))", CALL + "Tensor"),
-    ("reveal_type(todist.parallelize_sync(reducer=todist.sum_reducer)(loss))", CALL + "Tensor"),
+    ("reveal_type(todist.parallelize(reducer=todist.sum_reducer)(loss))", CALL + "Tensor"),
     ("reveal_type(todist.parallelize(reducer=count, timeout=3)(loss))", CALL + "int"),
     ("reveal_type(todist.parallelize(1, weigh, vectorize=True)(loss))", CALL + "dict[int, Tensor]"),
     ("reveal_type(todist.parallelize(1, lambda results, sizes: sum(sizes))(loss))", CALL + "int"),
@@ -81,9 +81,12 @@ PROGRAM: list[tuple[str, str | None]] = [
     ('reveal_type(todist.map(length, ["a"], kwargs={"factor": 2}, reducer=len, device="auto"))', "int"),
     ('reveal_type(todist.map(length, ["a"], reducer=lambda results, sizes: str(sizes)))', "str"),
     ("todist.map(length, [3])", 'Argument 1 to "map" has incompatible type'),
-    ("reveal_type(todist.remote_call(1, loss, net, rate, scale=2))", "Tensor"),
-    ("todist.remote_call(1, loss, net)", 'Missing positional argument "x"'),
+    ("reveal_type(todist.remote_call(loss, 1, net, rate, scale=2))", "Tensor"),
+    ("todist.remote_call(loss, 1, net)", 'Missing positional argument "x"'),
     ("reveal_type(todist.auto_init_rpc()(loss))", CALL + "Tensor"),
+    ("reveal_type(todist.typing.Restored(3, {}).step)", "int"),
+    ("todist.paralelize()", 'Module has no attribute "paralelize"'),
+    ("todist.parallelize_sync()", 'Module has no attribute "parallelize_sync"'),
     *(
         (f"todist.{name}({', '.join([target, *required(thing)])}, learning_rate=0.1)", "learning_rate")
         for name, target, thing in CLASSES

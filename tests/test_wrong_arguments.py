@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 import torchopt_dist as todist
-from torchopt_dist.launch import launch
+from torchopt_dist.launching import launch
 
 X = torch.arange(6.0).reshape(3, 2)
 NOT_CALLABLE = (3, "f", [], True)

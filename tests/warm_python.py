@@ -42,7 +42,7 @@ TORCHRUN = (
 )
 WORKERS = ("pytest", "cloudpickle", "tests.processes")
 PROGRAMS = (
-    "torchopt_dist.launch",
+    "torchopt_dist.launching",
     "sklearn.datasets",
     "matplotlib.pyplot",
     "tqdm",

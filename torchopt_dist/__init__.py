@@ -1,11 +1,16 @@
 """Distributed differentiable optimization: gradients through optimization, on many workers.
 
-Every public name is here: ``import torchopt_dist as todist``.
+``import torchopt_dist as todist`` has what programs call. The links of chains are in ``todist.transform``, the classes
+of what functions return in ``todist.typing``, and each other kind of function in a module of its own.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from torchopt_dist import (
     data,
     diff,
+    errors,
+    launching,
     linalg,
     linear_solve,
     nn,
@@ -17,10 +22,10 @@ from torchopt_dist import (
     typing,
     visual,
 )
-from torchopt_dist._launchers import world_variables
 from torchopt_dist._liveness import Liveness
-from torchopt_dist._team import Team, team
-from torchopt_dist.checkpoint import Checkpointer, Restored
+from torchopt_dist._team import team
+from torchopt_dist.checkpoint import Checkpointer
+from torchopt_dist.diff import adjoints
 from torchopt_dist.diff.adjoints import (
     SAMA,
     EvolutionStrategies,
@@ -34,55 +39,37 @@ from torchopt_dist.diff.adjoints import (
     Truncated,
 )
 from torchopt_dist.diff.data_parallel import DataParallel, mean_over, sum_over, vary_over
-from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
+from torchopt_dist.diff.inner_loop import inner_loop
 from torchopt_dist.distributed import (
     Balance,
-    Partition,
-    Partitioner,
-    PartitionFunction,
-    Profile,
-    Reference,
-    Replica,
-    Resident,
-    Shards,
-    Status,
-    TensorDimensionPartitioner,
-    WorkerStatus,
-    WorldInfo,
     alive,
     auto_init_rpc,
     autograd,
     barrier,
     batch_partitioner,
     concatenate_reducer,
-    default_worker_name_format,
     dim_partitioner,
-    exclusive_batch_partitioner,
     get_local_rank,
     get_local_world_size,
     get_rank,
     get_worker_id,
     get_world_info,
-    get_world_rank,
     get_world_size,
-    is_available,
     log_to_rank_zero,
     map,
     mean_reducer,
+    mirror,
     not_on_rank,
     on_rank,
     parallelize,
     parallelize_async,
-    parallelize_sync,
     profile,
     put,
-    rank_all,
     rank_non_zero_only,
     rank_zero_only,
     remote_async_call,
     remote_call,
     remote_sync_call,
-    replica,
     replicated,
     stack_reducer,
     status,
@@ -90,33 +77,16 @@ from torchopt_dist.distributed import (
     tasks,
 )
 from torchopt_dist.errors import (
-    AgentFailedError,
     CallTimeoutError,
-    CheckpointError,
-    CollectiveError,
-    InitializationError,
-    NotInitializedError,
     PeerFailedError,
     RemoteError,
-    ResidentError,
-    SerializationError,
     TodistError,
     WorkerFailedError,
     WorkerLostError,
 )
-from torchopt_dist.launch import Launcher, LaunchResult, launch
-from torchopt_dist.launch import _worker as launch_worker
-from torchopt_dist.nn import (
-    LearnedHyperparameters,
-    ModuleState,
-    extract_state_dict,
-    learned,
-    module_clone,
-    module_detach_,
-    recover_state_dict,
-    stop_gradient,
-)
-from torchopt_dist.ops import AdamOp, accelerated_op_available
+from torchopt_dist.launching import Launcher, launch
+from torchopt_dist.launching import _worker as launch_worker
+from torchopt_dist.nn import extract_state_dict, learned, module_clone, recover_state_dict, stop_gradient
 from torchopt_dist.optim import (
     LAMB,
     SGD,
@@ -127,7 +97,6 @@ from torchopt_dist.optim import (
     Adamax,
     AdamW,
     Adan,
-    DifferentiableOptimizer,
     FuncOptimizer,
     Lion,
     MetaAdadelta,
@@ -164,21 +133,8 @@ from torchopt_dist.optim import (
     rmsprop,
     sgd,
 )
-from torchopt_dist.scalars import WriteScalars, scalar_writer
-from torchopt_dist.transform import (
-    ChainedGradientTransformation,
-    EmptyState,
-    GradientTransformation,
-    chain,
-    clip_grad_norm,
-    clip_grad_value,
-    identity,
-    masked,
-    nan_to_num,
-    nan_to_num_hook,
-    register_hook,
-    zero_nan_hook,
-)
+from torchopt_dist.scalars import scalar_writer
+from torchopt_dist.transform import chain
 
 __version__ = "0.1.0"
 
@@ -192,31 +148,19 @@ __all__ = [
     "Adafactor",
     "Adagrad",
     "Adam",
-    "AdamOp",
     "AdamW",
     "Adamax",
     "Adan",
-    "AgentFailedError",
     "Balance",
     "CallTimeoutError",
-    "ChainedGradientTransformation",
-    "CheckpointError",
     "Checkpointer",
-    "CollectiveError",
     "DataParallel",
-    "DifferentiableOptimizer",
-    "EmptyState",
     "EvolutionStrategies",
     "FiniteDifference",
     "FirstOrder",
     "FuncOptimizer",
-    "GradientTransformation",
     "Implicit",
-    "InitializationError",
-    "InnerLoopResult",
-    "LaunchResult",
     "Launcher",
-    "LearnedHyperparameters",
     "Lion",
     "Liveness",
     "MetaAdadelta",
@@ -233,41 +177,21 @@ __all__ = [
     "MetaRAdam",
     "MetaRMSprop",
     "MetaSGD",
-    "ModuleState",
     "Muon",
-    "NotInitializedError",
     "Optimizer",
-    "Partition",
-    "PartitionFunction",
-    "Partitioner",
     "PeerFailedError",
     "PersistentEvolutionStrategies",
-    "Profile",
     "RAdam",
     "RMSprop",
     "Recorded",
-    "Reference",
     "RemoteError",
     "Replayed",
-    "Replica",
     "Reptile",
-    "Resident",
-    "ResidentError",
-    "Restored",
-    "SerializationError",
-    "Shards",
-    "Status",
-    "Team",
-    "TensorDimensionPartitioner",
     "TodistError",
     "Truncated",
     "WorkerFailedError",
     "WorkerLostError",
-    "WorkerStatus",
-    "WorldInfo",
-    "WriteScalars",
     "__version__",
-    "accelerated_op_available",
     "adadelta",
     "adafactor",
     "adagrad",
@@ -275,6 +199,7 @@ __all__ = [
     "adamax",
     "adamw",
     "adan",
+    "adjoints",
     "alive",
     "apply_updates",
     "auto_init_rpc",
@@ -282,42 +207,34 @@ __all__ = [
     "barrier",
     "batch_partitioner",
     "chain",
-    "clip_grad_norm",
-    "clip_grad_value",
     "concatenate_reducer",
     "data",
-    "default_worker_name_format",
     "diff",
     "differentiable",
     "dim_partitioner",
-    "exclusive_batch_partitioner",
+    "errors",
     "extract_state_dict",
     "get_local_rank",
     "get_local_world_size",
     "get_rank",
     "get_worker_id",
     "get_world_info",
-    "get_world_rank",
     "get_world_size",
-    "identity",
     "inner_loop",
-    "is_available",
     "lamb",
     "launch",
+    "launching",
     "learned",
     "linalg",
     "linear_solve",
     "lion",
     "log_to_rank_zero",
     "map",
-    "masked",
     "mean_over",
     "mean_reducer",
+    "mirror",
     "module_clone",
-    "module_detach_",
     "muon",
-    "nan_to_num",
-    "nan_to_num_hook",
     "nn",
     "nonlinear_solve",
     "not_on_rank",
@@ -325,20 +242,16 @@ __all__ = [
     "ops",
     "parallelize",
     "parallelize_async",
-    "parallelize_sync",
     "profile",
     "put",
     "pytree",
     "radam",
-    "rank_all",
     "rank_non_zero_only",
     "rank_zero_only",
     "recover_state_dict",
-    "register_hook",
     "remote_async_call",
     "remote_call",
     "remote_sync_call",
-    "replica",
     "replicated",
     "rmsprop",
     "scalar_writer",
@@ -355,11 +268,24 @@ __all__ = [
     "typing",
     "vary_over",
     "visual",
-    "world_variables",
-    "zero_nan_hook",
 ]
 
 
 def __dir__() -> list[str]:
     """The public names, without private modules."""
     return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # which would take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        """A name of TorchOpt's that has another place here, or another name."""
+        hint = ""
+        if not name.startswith("_"):
+            from torchopt_dist.compat import _second_names
+
+            if name in _second_names.SECOND_NAMES:
+                return _second_names.SECOND_NAMES[name]
+            places = [place for place in (transform, typing, errors) if name in place.__all__]
+            hint = f"; it is `{places[0].__name__}.{name}`" if places else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

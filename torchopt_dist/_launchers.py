@@ -203,7 +203,7 @@ def world_variables(
         TypeError: an argument has the wrong type.
 
     Example:
-        >>> from torchopt_dist import world_variables
+        >>> from torchopt_dist.launching import world_variables
         >>> world_variables(1, 4, address="node1", port=29500)
         {'RANK': '1', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'node1', 'MASTER_PORT': '29500'}
     """

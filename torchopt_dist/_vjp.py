@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist.typing import OptionalTensor
+from torchopt_dist._types import OptionalTensor
 
 __all__ = ["Tensors", "plus", "pull", "pulled_back", "refuse_forward_mode", "takes_duals", "vjp"]
 

@@ -18,8 +18,8 @@ import torch
 
 import torchopt_dist
 from torchopt_dist import _network
-from torchopt_dist.launch._cluster import find_hosts, name_hosts
-from torchopt_dist.launch._machine import is_this_machine
+from torchopt_dist.launching._cluster import find_hosts, name_hosts
+from torchopt_dist.launching._machine import is_this_machine
 from torchopt_dist.ops import library
 
 __all__ = ["SECTIONS", "Value", "collect", "to_json", "to_text"]

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from torchopt_dist._deep_graphs import make_freeable
+from torchopt_dist._types import TensorTree
 from torchopt_dist.nn.module_state import ModuleState
-from torchopt_dist.typing import TensorTree
 
 if TYPE_CHECKING:
     from graphviz import Digraph
@@ -53,7 +53,7 @@ def make_dot(
 
     Args:
         var: the output, or a tree of outputs; at least one of them has a history (a ``grad_fn``).
-        params: names for tensors: a mapping, a :class:`~torchopt_dist.ModuleState` taken with
+        params: names for tensors: a mapping, a :class:`~torchopt_dist.nn.ModuleState` taken with
             ``enable_visual=True``, pairs such as ``module.named_parameters()``, or an iterable of these. A
             tensor may have several names (tied weights) and is one box. Names of tensors that are not in
             the graph are left out.

@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def run(func: Callable[[], Any], rank: int, size: int, place: dict[str, Any]) -> Any:
-    os.environ.update(todist.world_variables(rank, size, **place))
+    os.environ.update(todist.launching.world_variables(rank, size, **place))
     return func()
 
 

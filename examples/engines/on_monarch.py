@@ -14,7 +14,7 @@ import torchopt_dist as todist
 class Worker(Actor):
     @endpoint
     def run(self, func: Callable[[], Any], size: int, place: dict[str, Any]) -> Any:
-        os.environ.update(todist.world_variables(current_rank().rank, size, **place))
+        os.environ.update(todist.launching.world_variables(current_rank().rank, size, **place))
         return func()
 
 

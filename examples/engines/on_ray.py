@@ -18,7 +18,7 @@ class Worker:
             return {"address": ray.util.get_node_ip_address(), "port": probe.getsockname()[1]}
 
     def run(self, func: Callable[[], Any], rank: int, size: int, place: dict[str, Any], restarts: int) -> Any:
-        os.environ.update(todist.world_variables(rank, size, **place, restarts=restarts))
+        os.environ.update(todist.launching.world_variables(rank, size, **place, restarts=restarts))
         return func()
 
 

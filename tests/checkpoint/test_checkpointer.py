@@ -247,7 +247,8 @@ def test_where_none_is_whole_nothing_begins_anew_by_itself(folder):
     for path in save_two(folder):
         truncated(path, lambda size: 3)
     with pytest.raises(
-        todist.CheckpointError, match=r"remove the files to start afresh.*step-000000002.*step-000000001"
+        todist.errors.CheckpointError,
+        match=r"remove the files to start afresh.*step-000000002.*step-000000001",
     ):
         value(folder)
 
@@ -262,7 +263,7 @@ def test_a_file_with_code_in_it_is_not_run(folder, tmp_path):
     folder.mkdir(parents=True)
     path.rename(folder / f"step-000000001-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.pt")
     with pytest.raises(
-        todist.CheckpointError, match="must have plain values and tensors only, and no code"
+        todist.errors.CheckpointError, match="must have plain values and tensors only, and no code"
     ) as error:
         value(folder)
     assert isinstance(error.value.__cause__, pickle.UnpicklingError)
@@ -275,7 +276,7 @@ def test_a_file_of_another_format_is_refused(folder, tmp_path, contents):
     path = tmp_path / "x"
     torch.save(contents, path)
     path.rename(folder / f"step-000000001-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.pt")
-    with pytest.raises(todist.CheckpointError, match="no checkpoint of this version"):
+    with pytest.raises(todist.errors.CheckpointError, match="no checkpoint of this version"):
         value(folder)
 
 
@@ -498,7 +499,7 @@ def test_a_chosen_step_is_restored_and_one_that_is_not_there_lists_those_that_ar
         checkpointer.restore({"net": module}, step="last")
     path = next(file.path for file in _files.find(folder) if file.step == 20)
     path.write_bytes(b"x" * 100)
-    with pytest.raises(todist.CheckpointError, match=f"{path.name} is corrupt"):
+    with pytest.raises(todist.errors.CheckpointError, match=f"{path.name} is corrupt"):
         checkpointer.restore({"net": module}, step=20)
     assert checkpointer.restore({"net": module}, step=30).step == 30
 

@@ -113,7 +113,7 @@ def by_functional_optimizer():
 
 def by_transformation():
     transformation = todist.chain(
-        todist.clip_grad_norm(1.0), todist.adamw(lr=todist.schedule.linear_schedule(0.1, 0.01, 5))
+        todist.transform.clip_grad_norm(1.0), todist.adamw(lr=todist.schedule.linear_schedule(0.1, 0.01, 5))
     )
     params = tree()
     objects = {"params": params, "state": transformation.init(params)}

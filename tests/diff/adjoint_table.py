@@ -71,7 +71,9 @@ OPTIMIZERS: dict[str, Callable[[Tensor], Any]] = {
     "adamw": lambda lr: todist.adamw(lr=lr, weight_decay=0.1, eps=1e-3),
     "rmsprop": lambda lr: todist.rmsprop(lr=lr, momentum=0.5, eps=1e-3),
     "adan": lambda lr: todist.adan(lr=lr, eps=1e-3),
-    "clipped adam": lambda lr: todist.chain(todist.clip_grad_norm(0.5), todist.adam(lr=lr, eps=1e-3)),
+    "clipped adam": lambda lr: todist.chain(
+        todist.transform.clip_grad_norm(0.5), todist.adam(lr=lr, eps=1e-3)
+    ),
     "schedule": lambda lr: todist.sgd(lr=lambda step: lr * 0.5**step, momentum=0.9),
 }
 
@@ -125,7 +127,7 @@ class Problem:
             **{f"batch {place}": x for place, x in enumerate(self.xs)},
         }
 
-    def run(self, adjoint: Any, **options: Any) -> todist.InnerLoopResult:
+    def run(self, adjoint: Any, **options: Any) -> todist.typing.InnerLoopResult:
         meta = {"weights": self.weights, "head": self.head}
         given = {"meta": meta, "state": self.state, "adjoint": adjoint, **options}
         return todist.inner_loop(self.loss, self.optimizer, self.params, self.xs, **given)
@@ -190,7 +192,7 @@ class Regression:
         )
         return torch.linalg.solve(hessian, self.x.T @ (self.weights * self.y) / 6)
 
-    def run(self, adjoint: Any, optimizer: Any, steps: int, **options: Any) -> todist.InnerLoopResult:
+    def run(self, adjoint: Any, optimizer: Any, steps: int, **options: Any) -> todist.typing.InnerLoopResult:
         return todist.inner_loop(
             self.loss, optimizer, self.first, steps, meta=self.weights, adjoint=adjoint, **options
         )

@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Callable[[Tensor], Any]] = {
     "adamw": lambda lr: todist.adamw(lr=lr, eps=1e-3),
     "rmsprop": lambda lr: todist.rmsprop(lr=lr, eps=1e-3),
     "adan": lambda lr: todist.adan(lr=lr, eps=1e-3),
-    "clipped": lambda lr: todist.chain(todist.clip_grad_norm(0.1), todist.adam(lr=lr, eps=1e-3)),
+    "clipped": lambda lr: todist.chain(todist.transform.clip_grad_norm(0.1), todist.adam(lr=lr, eps=1e-3)),
 }
 ADJOINTS: dict[str, Callable[[], Any]] = {
     "recorded": todist.Recorded,
@@ -344,7 +344,7 @@ def messages() -> dict[str, str]:
         "compiled": lambda: run(compile=True),
         "parts of a norm": lambda: todist.inner_loop(
             lambda w: (w**2).sum(),
-            todist.chain(todist.clip_grad_norm(0.1), todist.sgd(lr=0.1)),
+            todist.chain(todist.transform.clip_grad_norm(0.1), todist.sgd(lr=0.1)),
             w,
             2,
             parallel=todist.DataParallel(shard="state"),
@@ -364,7 +364,7 @@ def messages() -> dict[str, str]:
     for name, ask in asked.items():
         try:
             ask()
-        except (TypeError, ValueError, KeyError, todist.CollectiveError) as error:
+        except (TypeError, ValueError, KeyError, todist.errors.CollectiveError) as error:
             found[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
     return found
@@ -534,7 +534,7 @@ def alone_in_something() -> dict[str, Any]:
     made = _steps(fails, x, parallel=parallel)
     try:
         torch.autograd.grad(made.params.sum(), x)
-    except (KeyError, todist.CollectiveError) as error:
+    except (KeyError, todist.errors.CollectiveError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     made = _steps(lambda w: ((w - x) ** 2).sum(), x, parallel=parallel)
     found["after"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
@@ -616,7 +616,7 @@ def is_stopped() -> str:
 
     try:
         _steps(loss, x, parallel=todist.DataParallel())
-    except todist.CollectiveError as error:
+    except todist.errors.CollectiveError as error:
         os.kill(pids[1], signal.SIGCONT)
         return str(error)
     return "no error"

@@ -172,7 +172,7 @@ def test_a_rank_that_dies_is_an_error_within_seconds(when: str) -> None:
     begun = time.monotonic()
     # Whichever is heard of first: the death, or what the other rank says of it.
     with pytest.raises(
-        (todist.WorkerFailedError, todist.CollectiveError), match=r"SIGKILL|ranks that run one loop"
+        (todist.WorkerFailedError, todist.errors.CollectiveError), match=r"SIGKILL|ranks that run one loop"
     ):
         todist.launch(cases.dies, (when,), nproc_per_host=2, backend="gloo")
     assert time.monotonic() - begun < 60

@@ -49,7 +49,7 @@ def by_hand() -> list[float]:
 )
 def test_the_norms_are_those_of_a_loop_by_hand(adjoint: Any) -> None:
     result = todist.inner_loop(loss, todist.sgd(lr=0.5), start(), STEPS, adjoint=adjoint, diagnose=True)
-    assert isinstance(result, todist.InnerLoopResult)
+    assert isinstance(result, todist.typing.InnerLoopResult)
     assert result.gradient_norms.shape == (0,)
     outer(result.params).backward()
     found = result.gradient_norms

@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "adam": lambda: todist.adam(lr=0.1),
     "adamw": lambda: todist.adamw(lr=0.1, weight_decay=0.5),
     "rmsprop": lambda: todist.rmsprop(lr=0.1, weight_decay=0.5),
-    "clipped": lambda: todist.chain(todist.clip_grad_norm(0.5), todist.sgd(lr=0.1)),
+    "clipped": lambda: todist.chain(todist.transform.clip_grad_norm(0.5), todist.sgd(lr=0.1)),
     "decayed before": lambda: todist.chain(add_decayed_weights(0.5), todist.sgd(lr=0.1)),
     "schedule": lambda: todist.sgd(lr=lambda step: 0.1 * 0.5**step),
     "no whole step": lambda: todist.lion(lr=0.1, weight_decay=0.5),

@@ -35,7 +35,7 @@ OPTIMIZERS: list[Callable[[Tensor], Any]] = [
     lambda lr: todist.adamw(lr=0.05, weight_decay=lr, eps=0.01),
     lambda lr: todist.rmsprop(lr=lr, centered=True, momentum=0.5, eps=0.01),
     lambda lr: todist.adan(lr=lr, eps=0.01),
-    lambda lr: todist.chain(todist.clip_grad_norm(0.3), todist.adam(lr=lr, eps=0.01)),
+    lambda lr: todist.chain(todist.transform.clip_grad_norm(0.3), todist.adam(lr=lr, eps=0.01)),
     lambda lr: todist.sgd(lr=lambda step: lr * 0.9**step),
 ]
 

@@ -71,12 +71,15 @@ def test_a_collective_that_is_queued_on_a_gpu_ends_with_an_error(monkeypatch: py
     monkeypatch.setenv("TODIST_LIVENESS", "interval=0.02,patience=0.1")
     monkeypatch.setattr(RankGroup, "exchanged", lambda self, value: [value] * 2)
     ranks = RankGroup(group)
-    with pytest.raises(todist.CollectiveError, match="rank 1 has given no sign of life"), ranks.failing():
+    with (
+        pytest.raises(todist.errors.CollectiveError, match="rank 1 has given no sign of life"),
+        ranks.failing(),
+    ):
         ranks.all_reduce(torch.ones(2))  # it is queued, and the loop goes on
     assert waited_for(group.aborted.is_set)
     assert destroyed == [group]
     assert not ranks.is_open
-    with pytest.raises(todist.CollectiveError, match="rank 1 has given no sign of life"):
+    with pytest.raises(todist.errors.CollectiveError, match="rank 1 has given no sign of life"):
         ranks.all_reduce(torch.ones(2))
 
 

@@ -55,8 +55,12 @@ def scaled_by_trust(updates, state, *, params=None, inplace=False):
 
 OPTIMIZERS = {
     "momentum": multi_steps(todist.sgd(lr=0.05, momentum=0.9), 2),
-    "adam": todist.chain(todist.clip_grad_norm(0.5), multi_steps(todist.adam(lr=0.05, eps=0.01), 3)),
-    "lookahead": todist.chain(todist.sgd(lr=0.05), todist.GradientTransformation(begin, every_third)),
+    "adam": todist.chain(
+        todist.transform.clip_grad_norm(0.5), multi_steps(todist.adam(lr=0.05, eps=0.01), 3)
+    ),
+    "lookahead": todist.chain(
+        todist.sgd(lr=0.05), todist.transform.GradientTransformation(begin, every_third)
+    ),
 }
 
 
@@ -132,7 +136,9 @@ def test_a_number_of_the_state_is_not_taken_for_one_of_a_frozen_parameter(init):
     """Frozen is the first parameter of a list, and the number is the first one of the state."""
     frozen = torch.tensor(0.3, dtype=D)
     w, target = (torch.tensor(x, dtype=D, requires_grad=True) for x in ([0.5, 0.7], [1.0, 2.0]))
-    optimizer = todist.chain(todist.GradientTransformation(init, scaled_by_trust), todist.sgd(lr=0.1))
+    optimizer = todist.chain(
+        todist.transform.GradientTransformation(init, scaled_by_trust), todist.sgd(lr=0.1)
+    )
 
     def found(adjoint):
         def loss(params):

@@ -63,9 +63,9 @@ def test_backward_of_an_update_is_the_kernel_of_its_derivative(make):
 
 
 CLIPS = {
-    "by norm": lambda most: todist.clip_grad_norm(0.5),
-    "by a norm to learn": todist.clip_grad_norm,
-    "with decay": lambda most: todist.chain(add_decayed_weights(most), todist.clip_grad_value(0.3)),
+    "by norm": lambda most: todist.transform.clip_grad_norm(0.5),
+    "by a norm to learn": todist.transform.clip_grad_norm,
+    "with decay": lambda most: todist.chain(add_decayed_weights(most), todist.transform.clip_grad_value(0.3)),
 }
 
 

@@ -302,7 +302,9 @@ def _scaled_by_what_is_hidden(updates, state, *, params=None, inplace=True):
 
 def test_a_hyper_parameter_that_is_not_found_is_named_by_its_shape():
     p = torch.ones(3, dtype=D, requires_grad=True)
-    optimizer = todist.GradientTransformation(todist.identity().init, _scaled_by_what_is_hidden)
+    optimizer = todist.transform.GradientTransformation(
+        todist.transform.identity().init, _scaled_by_what_is_hidden
+    )
 
     def gradient(of, **options):
         result = todist.inner_loop(

@@ -93,7 +93,8 @@ def test_a_vmap_in_a_vmap_over_other_dimensions():
 
     def task(adjoint, x, weight):
         made = todist.inner_loop(
-            lambda w: weight * ((w - x) ** 4).sum(), todist.chain(todist.clip_grad_norm(0.5), todist.adam(lr=0.1)),
+            lambda w: weight * ((w - x) ** 4).sum(),
+            todist.chain(todist.transform.clip_grad_norm(0.5), todist.adam(lr=0.1)),
             p, 3, meta=(x, weight), adjoint=adjoint,
         )  # fmt: skip
         return made.params.prod()

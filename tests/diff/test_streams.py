@@ -24,7 +24,7 @@ ONCE["implicit, the last two"] = todist.Implicit(todist.linear_solve.solve_inv()
 class Reader(Problem):
     """The problem of the table, whose batches are constants."""
 
-    def run_on(self, adjoint: Adjoint, batches: Any, **options: Any) -> todist.InnerLoopResult:
+    def run_on(self, adjoint: Adjoint, batches: Any, **options: Any) -> todist.typing.InnerLoopResult:
         meta = {"weights": self.weights, "head": self.head}
         return todist.inner_loop(
             self.loss, self.optimizer, self.params, batches, meta=meta, adjoint=adjoint, **options

@@ -197,7 +197,7 @@ FAILURES = {
     "in forward": ArithmeticError,
     "in backward": ArithmeticError,
     "late": todist.CallTimeoutError,
-    "unsendable": todist.SerializationError,
+    "unsendable": todist.errors.SerializationError,
 }
 
 

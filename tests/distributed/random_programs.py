@@ -406,7 +406,7 @@ def nothing_is_left(workers: Sequence[int]) -> None:
     until = time.monotonic() + 30
     turn = 0
     while True:
-        left: dict[int, Any] = {rank: todist.remote_call(rank, left_over) for rank in workers}
+        left: dict[int, Any] = {rank: todist.remote_call(left_over, rank) for rank in workers}
         requests = [worker.requests for worker in todist.status()]
         if not any(left.values()) and not any(requests):
             return
@@ -415,7 +415,7 @@ def nothing_is_left(workers: Sequence[int]) -> None:
         turn += 1
         if turn in (10, 20):  # errors refer to frames, and frames to tensors
             for rank in workers:
-                todist.remote_call(rank, gc.collect)
+                todist.remote_call(gc.collect, rank)
         time.sleep(0.001 * turn)
 
 
@@ -425,7 +425,7 @@ def differences(first_seed: int, number: int, workers: int) -> list[str]:
     for seed in range(first_seed, first_seed + number):
         program = draw(seed, workers)
         for rank in range(workers):
-            todist.remote_call(rank, set_thresholds, program.thresholds)
+            todist.remote_call(set_thresholds, rank, program.thresholds)
         try:
             runner = There()
             found = evaluate(program, seed, runner)

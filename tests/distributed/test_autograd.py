@@ -129,7 +129,7 @@ def sine_and_its_square(x):
 def test_a_result_cannot_be_differentiated_with_respect_to_another(world):
     def body(worker):
         x = torch.tensor(0.5, requires_grad=True)
-        sine, square = todist.remote_call(worker, sine_and_its_square, x)
+        sine, square = todist.remote_call(sine_and_its_square, worker, x)
         (slope,) = torch.autograd.grad(square, x, retain_graph=True)
         torch.testing.assert_close(slope, torch.sin(2 * x).detach())
         with pytest.raises(RuntimeError, match="index 0 appears to not have been used"):

@@ -165,7 +165,7 @@ def _double(x):
 def test_calls_over_and_over_give_faster_workers_more(world):
     def body():
         for worker in range(3):
-            todist.remote_call(worker, use_the_clock)
+            todist.remote_call(use_the_clock, worker)
         faster_workers_get_more(None)
         faster_workers_get_more(1)
         a_handle_goes_where_its_task_goes()

@@ -88,7 +88,7 @@ def test_nothing_is_lost_doubled_or_moved(size, workers_, ndim, dim, exclusive, 
     ("partitioner", "shapes"),
     [
         (todist.batch_partitioner, [(2, 3, 5), (2, 3, 5), (1, 3, 5)]),
-        (todist.exclusive_batch_partitioner, [(1, 3, 5)] * 5),
+        (todist.dim_partitioner(0, exclusive=True, keepdim=True), [(1, 3, 5)] * 5),
         (todist.dim_partitioner(), [(2, 3, 5), (2, 3, 5), (1, 3, 5)]),
         (todist.dim_partitioner(1), [(5, 1, 5)] * 3),
         (todist.dim_partitioner(-1), [(5, 3, 2), (5, 3, 2), (5, 3, 1)]),
@@ -97,8 +97,8 @@ def test_nothing_is_lost_doubled_or_moved(size, workers_, ndim, dim, exclusive, 
         (todist.dim_partitioner(0, exclusive=True, keepdim=False), [(3, 5)] * 5),
         (todist.dim_partitioner(-2, exclusive=True, keepdim=False), [(5, 5)] * 3),
         (todist.dim_partitioner(-2, exclusive=True), [(5, 1, 5)] * 3),
-        (todist.TensorDimensionPartitioner(0, exclusive=True), [(3, 5)] * 5),
-        (todist.TensorDimensionPartitioner(0), [(2, 3, 5), (2, 3, 5), (1, 3, 5)]),
+        (todist.distributed.TensorDimensionPartitioner(0, exclusive=True), [(3, 5)] * 5),
+        (todist.distributed.TensorDimensionPartitioner(0), [(2, 3, 5), (2, 3, 5), (1, 3, 5)]),
     ],
 )
 def test_shapes_of_the_parts(partitioner, shapes):
@@ -107,7 +107,7 @@ def test_shapes_of_the_parts(partitioner, shapes):
 
 
 def test_exclusive_tasks_are_spread_in_blocks():
-    parts = todist.exclusive_batch_partitioner(torch.arange(7))
+    parts = todist.dim_partitioner(0, exclusive=True, keepdim=True)(torch.arange(7))
     assert [part.worker for part in parts] == [0, 0, 0, 1, 1, 2, 2]
     assert [part.size for part in parts] == [1] * 7
 
@@ -143,7 +143,7 @@ def test_the_workers_are_looked_up_at_the_call(workers):
 )
 def test_bad_settings_are_told_when_the_partitioner_is_made(kind, options, told):
     dim = options.pop("dim")
-    for make in (todist.dim_partitioner, todist.TensorDimensionPartitioner):
+    for make in (todist.dim_partitioner, todist.distributed.TensorDimensionPartitioner):
         with pytest.raises(kind, match=told):
             make(dim, **options)
 
@@ -162,9 +162,9 @@ def test_bad_settings_are_told_when_the_partitioner_is_made(kind, options, told)
     "partitioner",
     [
         todist.batch_partitioner,
-        todist.exclusive_batch_partitioner,
+        todist.dim_partitioner(0, exclusive=True, keepdim=True),
         todist.dim_partitioner(-1, workers=["worker1", 0]),
-        todist.TensorDimensionPartitioner(1, exclusive=True),
+        todist.distributed.TensorDimensionPartitioner(1, exclusive=True),
     ],
 )
 def test_partitioners_can_be_copied(copied, partitioner):

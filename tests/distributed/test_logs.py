@@ -160,7 +160,7 @@ def test_what_cannot_be_sent_is_written_and_other_handlers_stay(capsys: pytest.C
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(todist.NotInitializedError):
+    with pytest.raises(todist.errors.NotInitializedError):
         todist.log_to_rank_zero()
     with pytest.raises(ValueError, match="LOUD"):
         todist.auto_init_rpc()(todist.log_to_rank_zero)("LOUD")

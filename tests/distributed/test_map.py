@@ -88,19 +88,19 @@ def test_a_batch_of_tasks_is_split_into_tasks(world):
 def test_a_call_of_one_worker_gives_the_value_itself(world):
     def body():
         model, x = mlp(), torch.ones(4, 6, dtype=torch.float64)
-        assert todist.remote_call(1, todist.get_rank) == 1
-        assert todist.remote_call("worker0", describe, 3, partitioner="its own") == (
+        assert todist.remote_call(todist.get_rank, 1) == 1
+        assert todist.remote_call(describe, "worker0", 3, partitioner="its own") == (
             *(0, 3, ()),
             {"partitioner": "its own"},
         )
         assert todist.remote_sync_call(todist.get_rank, partitioner=1) == [
             1
         ]  # a list, whatever the partitioner
-        loss = todist.remote_call(1, lambda model, x: model(x).pow(2).sum(), model, x=x)
+        loss = todist.remote_call(lambda model, x: model(x).pow(2).sum(), 1, model, x=x)
         for a, b in zip(gradients(loss, model), gradients(model(x).pow(2).sum(), model), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         with pytest.raises(KeyError) as caught:
-            todist.remote_call(1, {}.__getitem__, "gone")
+            todist.remote_call({}.__getitem__, 1, "gone")
         assert isinstance(caught.value, todist.RemoteError)
 
     world(2).on_zero(body)
@@ -120,9 +120,9 @@ def test_a_call_of_one_worker_gives_the_value_itself(world):
         (lambda: todist.map(describe, [3], workers=[]), ValueError, "workers must name at least one"),
         (lambda: todist.map(describe, [3], workers="worker1"), TypeError, "workers must be a sequence"),
         (lambda: todist.map(describe, [3], workers=[9]), ValueError, r"in \[0, 3\), got 9"),
-        (lambda: todist.remote_call(describe, 1), TypeError, "worker must be a rank or a name, got function"),
-        (lambda: todist.remote_call(None, describe), TypeError, "a rank or a name, got NoneType"),
-        (lambda: todist.remote_call(9, describe), ValueError, r"in \[0, 3\), got 9"),
+        (lambda: todist.remote_call(1, describe), TypeError, "worker must be a rank or a name, got function"),
+        (lambda: todist.remote_call(describe, None), TypeError, "a rank or a name, got NoneType"),
+        (lambda: todist.remote_call(describe, 9), ValueError, r"in \[0, 3\), got 9"),
     ],
 )
 def test_bad_input_is_a_clear_error(call, error, text):
@@ -140,6 +140,6 @@ def test_an_iterator_s_own_error_is_not_taken_for_another(workers):
 
 
 def test_without_a_group_there_is_no_call():
-    for call in (lambda: todist.map(describe, []), lambda: todist.remote_call(0, describe)):
+    for call in (lambda: todist.map(describe, []), lambda: todist.remote_call(describe, 0)):
         with pytest.raises(NotInitializedError, match=r"decorate .* `main` with `@todist.auto_init_rpc\(\)`"):
             call()

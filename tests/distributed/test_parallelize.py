@@ -81,7 +81,9 @@ def test_a_module_and_a_method_as_functions_get_gradients(world):
 
 def test_by_default_the_results_are_a_list_in_order(world):
     def body():
-        got = todist.parallelize(todist.exclusive_batch_partitioner)(where)(torch.arange(7))
+        got = todist.parallelize(todist.dim_partitioner(0, exclusive=True, keepdim=True))(where)(
+            torch.arange(7)
+        )
         assert [x.item() for _, x in got] == list(range(7))
         assert [rank for rank, _ in got] == sorted(rank for rank, _ in got)
         assert {rank for rank, _ in got} == {0, 1, 2}
@@ -110,7 +112,7 @@ def test_custom_partitioners_and_reducers(world):
 def test_a_stochastic_loss_does_not_depend_on_the_number_of_workers(world):
     def body():
         torch.manual_seed(7)
-        noisy = todist.parallelize(todist.exclusive_batch_partitioner)(_noise)
+        noisy = todist.parallelize(todist.dim_partitioner(0, exclusive=True, keepdim=True))(_noise)
         first, second = noisy(torch.zeros(10)), noisy(torch.zeros(10))
         after = torch.rand(())
         torch.manual_seed(7)

@@ -17,19 +17,19 @@ pytestmark = pytest.mark.usefixtures("workers")
 
 
 def test_a_partition_is_a_triplet():
-    part = todist.Partition("worker1", (1,), {"a": 2}, size=7)
+    part = todist.typing.Partition("worker1", (1,), {"a": 2}, size=7)
     worker, args, kwargs = part
     assert (worker, args, kwargs) == part == ("worker1", (1,), {"a": 2})
     assert isinstance(part, tuple)
     assert len(part) == 3
     assert (part.worker, part.args, part.kwargs, part.size) == ("worker1", (1,), {"a": 2}, 7)
-    assert todist.Partition(0, None, None) == (0, (), {})
-    assert todist.Partition(0, None, None).size == 1
+    assert todist.typing.Partition(0, None, None) == (0, (), {})
+    assert todist.typing.Partition(0, None, None).size == 1
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_partition_keeps_its_size_when_copied(protocol):
-    part = todist.Partition(1, (1,), {"a": 2}, 7)
+    part = todist.typing.Partition(1, (1,), {"a": 2}, 7)
     for other in (
         pickle.loads(pickle.dumps(part, protocol)),
         cloudpickle.loads(cloudpickle.dumps(part)),
@@ -37,7 +37,7 @@ def test_a_partition_keeps_its_size_when_copied(protocol):
         copy.deepcopy(part),
     ):
         assert other == part
-        assert (type(other), other.size) == (todist.Partition, 7)
+        assert (type(other), other.size) == (todist.typing.Partition, 7)
 
 
 def test_marks_come_off_wherever_they_are():
@@ -71,7 +71,7 @@ def test_a_function_may_return_triplets_of_any_kind():
             ("worker2", (x,), {"y": y}),
             (0, [x], None),
             (1, None, {}),
-            todist.Partition("worker1", (x,), None, size=9),
+            todist.typing.Partition("worker1", (x,), None, size=9),
             (np.int64(1), (x,), {}),
         ]
 

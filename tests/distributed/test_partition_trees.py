@@ -192,7 +192,7 @@ def test_an_object_that_holds_an_array_of_the_batch_s_length_or_is_one_is_told()
         (todist.batch_partitioner, (4, 2)),
         (todist.tasks, (4,)),
         (todist.tasks, (4, 2)),
-        (todist.exclusive_batch_partitioner, (4, 2)),
+        (todist.dim_partitioner(0, exclusive=True, keepdim=True), (4, 2)),
         (todist.dim_partitioner(1), (2, 4, 3)),
         (todist.dim_partitioner(-1, exclusive=True, keepdim=False), (2, 4)),
     ],
@@ -327,7 +327,11 @@ def test_parts_share_the_tensor_and_its_graph():
             ["one size along dim=0", "args[0] has 3", "args[1] has 4", "todist.replicated"],
         ),
         (todist.dim_partitioner(1), (np.ones((3, 2)), np.ones(3)), ["args[1]", "dim=1", "(3,)"]),
-        (todist.exclusive_batch_partitioner, (torch.ones(0, 3),), ["empty batch", "args[0]"]),
+        (
+            todist.dim_partitioner(0, exclusive=True, keepdim=True),
+            (torch.ones(0, 3),),
+            ["empty batch", "args[0]"],
+        ),
         (
             todist.batch_partitioner,
             (torch.ones(3), {"x": torch.ones(4)}),

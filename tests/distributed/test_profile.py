@@ -111,7 +111,7 @@ def test_an_error_inside_ends_the_profile_and_passes():
     @todist.auto_init_rpc()
     def main():
         with pytest.raises(KeyError, match="inside"), todist.profile() as broken:
-            todist.remote_call(0, fails)
+            todist.remote_call(fails, 0)
         with todist.profile() as whole:
             steps(*inputs())
         return broken, whole

@@ -30,7 +30,7 @@ def kept_here():
 
 
 def kept_everywhere():
-    return [todist.remote_call(rank, kept_here) for rank in range(todist.get_world_size())]
+    return [todist.remote_call(kept_here, rank) for rank in range(todist.get_world_size())]
 
 
 def loss(weight, data, scale=1.0):
@@ -110,7 +110,7 @@ def test_calls_and_gradients_are_those_of_the_value(world, size):
         handle = todist.put(data)
         results = []
         for argument in (data, handle):
-            values = [todist.remote_call(rank, loss, weight, argument) for rank in range(size)]
+            values = [todist.remote_call(loss, rank, weight, argument) for rank in range(size)]
             (grad,) = torch.autograd.grad(sum(values), weight, create_graph=True)
             (second,) = torch.autograd.grad((grad**2).sum(), weight)
             results.append((torch.stack(values).detach(), grad.detach(), second))
@@ -154,7 +154,7 @@ def loss_of(batch):
 
 
 def pass_on(rank, weight, handle):
-    return todist.remote_call(rank, loss, weight, handle)
+    return todist.remote_call(loss, rank, weight, handle)
 
 
 def value_of(handle):
@@ -168,7 +168,7 @@ def test_a_tensor_of_inference_mode_can_be_put(world):
         with torch.inference_mode():
             data = draw(3)
         handle = todist.put(data)
-        return [todist.remote_call(rank, torch.sum, handle) for rank in range(2)], data.sum()
+        return [todist.remote_call(torch.sum, rank, handle) for rank in range(2)], data.sum()
 
     sums, expected = world(2).on_zero(body)
     assert sums == [expected] * 2
@@ -179,10 +179,10 @@ def test_a_handle_may_be_anywhere(world):
         data, weight = large(), draw(5, 1)
         handle = todist.put(data)
         expected = loss(weight, data)
-        in_a_container = todist.remote_call(1, loss_of, Batch(handle, weight))
-        in_a_closure = todist.remote_call(1, lambda: value_of(handle))
-        given_as_an_argument = todist.remote_call(1, pass_on, 2, weight, handle.value)
-        nested = todist.remote_call(1, lambda: todist.remote_call(2, loss, weight, handle))
+        in_a_container = todist.remote_call(loss_of, 1, Batch(handle, weight))
+        in_a_closure = todist.remote_call(lambda: value_of(handle), 1)
+        given_as_an_argument = todist.remote_call(pass_on, 1, 2, weight, handle.value)
+        nested = todist.remote_call(lambda: todist.remote_call(loss, 2, weight, handle), 1)
         plain = todist.remote_sync_call(loss, args=(weight, handle), partitioner=0, isolate_own_share=False)[
             0
         ]
@@ -251,18 +251,18 @@ def test_changes_and_ends_are_errors():
         handle = todist.put(x)
         x.add_(1)
         with pytest.raises(ResidentError, match=r"a tensor of shape \(3,\), was changed in place"):
-            todist.remote_call(0, torch.sum, handle)
+            todist.remote_call(torch.sum, 0, handle)
         handle.close()
         with pytest.raises(ResidentError, match="after its handle had been closed"):
-            todist.remote_call(0, torch.sum, handle)
+            todist.remote_call(torch.sum, 0, handle)
 
         array = np.ones(4)
         unchecked, checked = todist.put(array), todist.put(array, check=True)
-        assert todist.remote_call(0, np.sum, checked) == 4
+        assert todist.remote_call(np.sum, 0, checked) == 4
         array += 1
-        assert todist.remote_call(0, np.sum, unchecked) == 8
+        assert todist.remote_call(np.sum, 0, unchecked) == 8
         with pytest.raises(ResidentError, match="an object of class ndarray, was changed in place"):
-            todist.remote_call(0, np.sum, checked)
+            todist.remote_call(np.sum, 0, checked)
 
         with pytest.raises(ValueError, match=r"shape \(2,\) that requires grad"):
             todist.put(torch.ones(2, requires_grad=True), todist.batch_partitioner)
@@ -289,7 +289,7 @@ def test_changes_and_ends_are_errors():
     @todist.auto_init_rpc()
     def again():
         with pytest.raises(ResidentError, match="the RPC group in which it was put had ended"):
-            todist.remote_call(0, torch.sum, late)
+            todist.remote_call(torch.sum, 0, late)
 
     again()
 
@@ -297,9 +297,9 @@ def test_changes_and_ends_are_errors():
 def test_a_change_on_a_worker_is_told_at_the_next_use(world):
     def body():
         handle = todist.put(torch.zeros(3))
-        todist.remote_call(1, changes, handle)
+        todist.remote_call(changes, 1, handle)
         with pytest.raises(ResidentError, match="changed in place") as caught:
-            todist.remote_call(1, torch.sum, handle)
+            todist.remote_call(torch.sum, 1, handle)
         return caught.value.worker
 
     assert world(2).on_zero(body) == "worker1"
@@ -332,14 +332,14 @@ def test_a_handle_lives_as_long_as_a_share_may_run_again(world, tmp_path, inside
 
 def test_values_of_a_lost_worker_are_freed(world):
     def body():
-        handle = todist.remote_call(1, put_there)
-        assert todist.remote_call(2, torch.sum, handle) == 6.0
-        assert todist.remote_call(0, torch.sum, handle) == 6.0
+        handle = todist.remote_call(put_there, 1)
+        assert todist.remote_call(torch.sum, 2, handle) == 6.0
+        assert todist.remote_call(torch.sum, 0, handle) == 6.0
         with contextlib.suppress(WorkerLostError):
-            todist.remote_call(1, os.kill, todist.remote_call(1, os.getpid), signal.SIGKILL)
+            todist.remote_call(os.kill, 1, todist.remote_call(os.getpid, 1), signal.SIGKILL)
         assert [left_in_the_end(rank) for rank in (0, 2)] == [0, 0]
         with pytest.raises(WorkerLostError, match="rank 1 died"):
-            todist.remote_call(2, torch.sum, handle)
+            todist.remote_call(torch.sum, 2, handle)
 
     survive(world(3), body)
 
@@ -353,6 +353,6 @@ def put_there():
 def left_in_the_end(rank):
     """How many values a worker keeps when what is under way has ended."""
     until = time.monotonic() + 30
-    while (left := todist.remote_call(rank, kept_here)[0]) and time.monotonic() < until:
+    while (left := todist.remote_call(kept_here, rank)[0]) and time.monotonic() < until:
         time.sleep(0.01)
     return left

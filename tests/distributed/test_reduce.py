@@ -325,7 +325,7 @@ def test_a_reducer_s_own_error_is_its_own():
 def test_sizes_reach_the_reducer_through_a_call(world):
     def main():
         def own(x):
-            return [todist.Partition(1, (x,), None, size=5), (0, (x,), None)]
+            return [todist.typing.Partition(1, (x,), None, size=5), (0, (x,), None)]
 
         def reducer(results, sizes):
             return results, sizes

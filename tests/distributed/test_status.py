@@ -25,8 +25,8 @@ def wait_for(path):
 def test_each_worker_tells_what_it_has(world, tmp_path):
     def body():
         x, data = torch.ones(3, requires_grad=True), todist.put(torch.ones(1000))
-        results = [todist.remote_call(1, square, x) for _ in range(2)]
-        todist.remote_call(1, torch.sum, data)
+        results = [todist.remote_call(square, 1, x) for _ in range(2)]
+        todist.remote_call(torch.sum, 1, data)
         future = todist.remote_async_call(wait_for, args=(tmp_path / "go",), partitioner=1)
         while (busy := todist.status())[0].requests != 1:
             pass  # a reply is counted out a moment after its caller goes on

@@ -106,7 +106,7 @@ def test_a_team_needs_a_process_group(workers, monkeypatch):
 
 
 def test_elsewhere_there_is_a_team_of_one():
-    assert todist.team() == todist.Team(rank=0, size=1, group=None)
+    assert todist.team() == todist.typing.Team(rank=0, size=1, group=None)
     x = torch.tensor(2.0, requires_grad=True)
     (grad,) = torch.autograd.grad(todist.mean_over(todist.vary_over(x**2, todist.team()), todist.team()), x)
     assert grad == 4

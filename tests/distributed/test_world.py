@@ -42,14 +42,14 @@ def three_workers(monkeypatch):
 
 
 def test_without_an_environment_the_world_is_one_process():
-    assert todist.get_world_info() == todist.WorldInfo(
+    assert todist.get_world_info() == todist.typing.WorldInfo(
         world_size=1, world_rank=0, local_world_size=1, local_rank=0, worker_name="worker0"
     )
 
 
 def test_every_getter_reads_its_own_variable(place):
     place(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4)
-    assert (todist.get_rank(), todist.get_world_rank(), todist.get_world_info().rank) == (5, 5, 5)
+    assert (todist.get_rank(), todist.get_rank(), todist.get_world_info().rank) == (5, 5, 5)
     assert todist.get_world_size() == 8
     assert todist.get_local_rank() == 1
     assert todist.get_local_world_size() == 4
@@ -109,7 +109,7 @@ def test_the_name_is_that_of_the_living_group(place, three_workers):
 )
 def test_a_wrong_environment_is_told_by_variable_and_value(place, variables, told):
     place(**variables)
-    with pytest.raises(todist.InitializationError) as caught:
+    with pytest.raises(todist.errors.InitializationError) as caught:
         todist.get_world_info()
     for words in told:
         assert words in str(caught.value)
@@ -118,7 +118,7 @@ def test_a_wrong_environment_is_told_by_variable_and_value(place, variables, tol
 def test_a_wrong_environment_keeps_main_from_running(place):
     place(RANK=3, WORLD_SIZE=2)
     ran = []
-    with pytest.raises(todist.InitializationError, match="RANK=3"):
+    with pytest.raises(todist.errors.InitializationError, match="RANK=3"):
         todist.auto_init_rpc()(lambda: ran.append(1))()
     assert not ran
 
@@ -165,7 +165,7 @@ def test_without_a_group_only_oneself_has_an_id(place):
     place(RANK=1, WORLD_SIZE=2)
     assert todist.get_worker_id() == 1
     for id in (0, "worker0"):
-        with pytest.raises(todist.NotInitializedError):
+        with pytest.raises(todist.errors.NotInitializedError):
             todist.get_worker_id(id)
 
 
@@ -174,7 +174,7 @@ def test_every_worker_sees_its_own_place_and_all_the_names(world):
         return todist.get_world_info(), [todist.get_worker_id(f"worker{rank}") for rank in range(3)]
 
     for rank, (info, ids) in enumerate(world(3).run(me)):
-        assert info == todist.WorldInfo(3, rank, 3, rank, f"worker{rank}")
+        assert info == todist.typing.WorldInfo(3, rank, 3, rank, f"worker{rank}")
         assert ids == [0, 1, 2]
 
 
@@ -281,18 +281,18 @@ def double(x):
         lambda: todist.remote_sync_call(double, args=(1,), partitioner="worker0"),
         lambda: todist.remote_async_call(double, args=(1,), partitioner=0),
         lambda: todist.parallelize()(double)(torch.ones(2)),
-        lambda: todist.parallelize_sync(partitioner=0)(double)(1),
+        lambda: todist.parallelize(partitioner=0)(double)(1),
         lambda: todist.parallelize_async(reducer=todist.sum_reducer)(double)(torch.ones(2)),
         lambda: todist.barrier(),
         lambda: todist.barrier(["worker0"]),
         lambda: todist.batch_partitioner(torch.ones(2)),
-        lambda: todist.exclusive_batch_partitioner(torch.ones(2)),
+        lambda: todist.dim_partitioner(0, exclusive=True, keepdim=True)(torch.ones(2)),
         lambda: todist.dim_partitioner(0, workers=["worker0"])(torch.ones(2)),
         lambda: todist.autograd.context().__enter__(),
     ],
 )
 def test_a_call_before_init_says_how_to_init(call):
-    with pytest.raises(todist.NotInitializedError, match="auto_init_rpc"):
+    with pytest.raises(todist.errors.NotInitializedError, match="auto_init_rpc"):
         call()
 
 
@@ -300,9 +300,9 @@ def test_a_call_before_init_says_how_to_init(call):
 def test_after_main_there_is_no_group_any_more(size):
     def program():
         assert todist.auto_init_rpc()(lambda: todist.get_worker_id("worker0"))() == 0
-        with pytest.raises(todist.NotInitializedError, match="auto_init_rpc"):
+        with pytest.raises(todist.errors.NotInitializedError, match="auto_init_rpc"):
             todist.remote_sync_call(double, args=(1,), partitioner=0)
-        with pytest.raises(todist.NotInitializedError, match="auto_init_rpc"):
+        with pytest.raises(todist.errors.NotInitializedError, match="auto_init_rpc"):
             todist.barrier()
         return todist.get_world_info().worker_name
 

@@ -1,4 +1,4 @@
-"""Every public name is on the page ``docs/api.md``, has a docstring, and every function a typed signature."""
+"""Every public name is on a page of ``docs/api``, has a docstring, and every function a typed signature."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ import pytest
 import torchopt_dist as todist
 from tests.test_floors import ROOMS
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text("utf-8")
+PAGES = {
+    page.stem: page.read_text("utf-8")
+    for page in sorted((Path(__file__).resolve().parents[2] / "docs" / "api").glob("*.md"))
+}
 MODULES = {
+    "adjoints": todist.adjoints,
     "autograd": todist.autograd,
     "data": todist.data,
     "diff": todist.diff,
     "diff.implicit": todist.diff.implicit,
     "diff.zero_order": todist.diff.zero_order,
+    "errors": todist.errors,
+    "launching": todist.launching,
     "linalg": todist.linalg,
     "linear_solve": todist.linear_solve,
     "nn": todist.nn,
@@ -36,19 +42,59 @@ MODULES = {
 }
 
 
-def documented() -> set[str]:
-    """Names, without ``torchopt_dist.``, that the page documents; a module stands for each of its names."""
+def found(name: str) -> Any:
+    """What ``todist.<name>`` is, if it is anything."""
+    return functools.reduce(lambda place, part: getattr(place, part, None), name.split("."), todist)
+
+
+def directives() -> set[str]:
+    """Names, without ``torchopt_dist.``, whose text Sphinx puts on a page; a module stands for each of its names."""
     names = set()
-    module = ""
-    for kind, name in re.findall(r"^\.\. (?:auto|py:)?(\w+):: ([\w.]+)", PAGE, re.MULTILINE):
-        if kind == "currentmodule":
-            module = name
-        elif kind == "module":
-            public = functools.reduce(getattr, name.split(".")[1:], todist).__all__
-            names |= {name, *(f"{name}.{part}" for part in public)}
-        else:
-            names.add(f"{module}.{name}")
+    for page in PAGES.values():
+        module = ""
+        for kind, name in re.findall(r"^\.\. (?:auto|py:)?(\w+):: ([\w.]+)", page, re.MULTILINE):
+            if kind == "currentmodule":
+                module = name
+            elif kind == "module":
+                public = found(name.partition(".")[2]).__all__
+                names |= {f"{name}.{part}" for part in public}
+            else:
+                names.add(f"{module}.{name}")
     return {name.partition(".")[2] for name in names}
+
+
+def rows() -> dict[str, str]:
+    """Name, without ``todist.`` → what its row says; of several names in a row, the first one."""
+    read = {}
+    for stem, page in PAGES.items():
+        module = ""
+        for line in page.splitlines():
+            if line.startswith("#"):
+                module = (re.findall(r"^## `todist\.([\w.]+)`$", line) or [""])[0]
+            elif row := re.fullmatch(r"\| (`.+?`) \| (.+) \|", line):
+                for name in row[1].strip("`").split("`, `"):
+                    places = [f"{module}.{name}" if module else "", f"{stem}.{name}", name]
+                    place = next((place for place in places if place and found(place) is not None), name)
+                    read[place] = row[2] if row[1].startswith(f"`{name}`") else ""
+    return read
+
+
+def is_among(name: str, names: set[str]) -> bool:
+    """Whether a name, or the same function or class by another name, is among some names."""
+    thing = found(name)
+    same = [other for other in names if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    return name in names or (callable(thing) and any(found(other) is thing for other in same))
+
+
+def first_sentence(thing: Any) -> str:
+    """Of a docstring, as a row has it."""
+    text = thing.__doc__ if isinstance(thing, type) else inspect.getdoc(thing)
+    text = inspect.cleandoc(text or "").split("\n\n")[0].replace("\n", " ")
+    text = re.sub(r"``(.+?)``", r"`\1`", text)
+    text = re.sub(r":\w+:`~[\w.]*?(\w+)`", r"`\1`", text)
+    text = re.sub(r":(?!math)\w+:`(?:torchopt_dist\.)?([\w.]+)`", r"`\1`", text)
+    sentence = re.match(r".+?\.(?= [A-Z`]|$)", text)
+    return (sentence[0] if sentence else text).replace("|", "\\|")
 
 
 def public_functions_and_classes() -> dict[str, Any]:
@@ -69,39 +115,57 @@ def public_functions_and_classes() -> dict[str, Any]:
     return found
 
 
-def test_every_name_is_on_the_page() -> None:
-    names = documented()
-    missing = [name for name in todist.__all__ if name not in names and name not in MODULES]
+def test_every_name_has_a_row_and_a_text() -> None:
+    in_rows, in_texts = set(rows()), directives()
+    assert {
+        name for name in todist.__all__ if isinstance(getattr(todist, name), ModuleType)
+    } <= MODULES.keys()
+    public = {name for name in todist.__all__ if name not in MODULES}
     for module, contents in MODULES.items():
-        if f"## `todist.{module}`" not in PAGE and f"## `torchopt_dist.{module}`" not in PAGE:
-            missing += [name for name in contents.__all__ if name not in names]
-        else:
-            missing += [
-                f"{module}.{name}" for name in contents.__all__ if not {f"{module}.{name}", name} & names
-            ]
-    assert not missing
-    modules = {name for name in todist.__all__ if isinstance(getattr(todist, name), ModuleType)}
-    assert modules <= MODULES.keys()
+        public |= {f"{module}.{name}" for name in contents.__all__ if f"{module}.{name}" not in MODULES}
+    assert {name for name in public if not is_among(name, in_rows)} == set()
+    theirs = {"typing.PyTree", "typing.RRef"}  # optree's and torch's
+    assert {name for name in public if not is_among(name, in_texts)} == theirs
 
 
-def test_the_page_has_no_name_that_is_gone() -> None:
-    gone = []
-    for name in documented():
-        try:
-            functools.reduce(getattr, name.split("."), todist)
-        except AttributeError:
-            gone.append(name)
-    assert not gone
+def test_the_pages_have_no_name_that_is_gone() -> None:
+    assert [name for name in {*rows(), *directives()} if found(name) is None] == []
+
+
+def test_a_row_says_what_the_docstring_says() -> None:
+    """So a page of the repository is as right as ``help``; the message has the rows as they should be."""
+    ours = {
+        name: found(name)
+        for name in rows()
+        if isinstance(found(name), FunctionType | type) and found(name).__module__.startswith("torchopt_dist")
+    }
+    of_their_own = {
+        "autograd.DistAutogradContext",
+        "mean_reducer",
+    }  # without a docstring; with a formula in it
+    wrong = [
+        f"| `{name}` | {first_sentence(thing)} |"
+        for name, thing in ours.items()
+        if rows()[name] not in ("", first_sentence(thing)) and name not in of_their_own
+    ]
+    assert wrong == []
+    assert len(ours) > 200
+
+
+def test_the_first_page_lists_the_pages() -> None:
+    index = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text("utf-8")
+    assert re.findall(r"\]\(api/(\w+)\.md\)", index) == re.findall(r"^api/(\w+)$", index, re.M)
+    assert set(re.findall(r"^api/(\w+)$", index, re.M)) == PAGES.keys()
 
 
 def test_handles_and_balances_show_only_what_users_use() -> None:
     def shown(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("_")}
 
-    assert shown(todist.Resident) == {"value", "local_value", "to_here", "close"}
-    assert shown(todist.Reference) == shown(todist.Resident)
+    assert shown(todist.typing.Resident) == {"value", "local_value", "to_here", "close"}
+    assert shown(todist.typing.Reference) == shown(todist.typing.Resident)
     assert shown(todist.Balance) == {"shares"}
-    assert shown(todist.Shards) == {"size", "dim", "selected", "close"}
+    assert shown(todist.typing.Shards) == {"size", "dim", "selected", "close"}
 
 
 def test_every_function_and_class_has_a_docstring() -> None:
@@ -135,7 +199,7 @@ def test_every_function_has_a_typed_signature() -> None:
         "compat",
         "diff",
         "distributed",
-        "launch",
+        "launching",
         "linalg",
         "linear_solve",
         "nn",

@@ -220,7 +220,7 @@ def kernel(work: Path) -> Iterator[Kernel]:
 FAMILIES = """
 import time
 from pathlib import Path
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 from tests.launch.families import start_a_family
 
 
@@ -270,7 +270,7 @@ def test_an_exception_of_a_class_of_a_cell_is_shown_with_its_traceback_there(ker
     outputs = kernel.run(
         """
 import os
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 
 
 class TooWarmError(Exception):
@@ -298,7 +298,7 @@ Launcher(nproc_per_host=1).run(melt, 42)
 
 def test_a_launch_in_a_thread_and_below_an_event_loop(kernel: Kernel, work: Path) -> None:
     (work / "here").mkdir()
-    start = "import asyncio, os\nfrom torchopt_dist.launch import Launcher\nos.chdir('here')"
+    start = "import asyncio, os\nfrom torchopt_dist.launching import Launcher\nos.chdir('here')"
     assert kernel.run(f"{start}\none = Launcher(nproc_per_host=1)") == []
     here = repr(str(work / "here"))
     assert kernel.value("(await asyncio.to_thread(one.run, os.getcwd)).rank(0)") == here

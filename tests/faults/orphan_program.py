@@ -19,7 +19,7 @@ def main(folder: Path, busy: str) -> None:
         while time.monotonic() < deadline:
             if busy == "in C":
                 time.sleep(60)
-    except todist.AgentFailedError as error:
+    except todist.errors.AgentFailedError as error:
         say(folder / "end", f"{type(error).__name__}: {error}")
         raise
 

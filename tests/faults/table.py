@@ -23,7 +23,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.processes import Ending, World
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 
 SIZE = 3
 
@@ -230,7 +230,7 @@ def raised_itself(outcome: Any) -> None:
 
 def returned(value: Any, lost: Sequence[int] = ()) -> Callable[[Any], None]:
     def check(outcome: Any) -> None:
-        assert isinstance(outcome, todist.LaunchResult), outcome
+        assert isinstance(outcome, todist.typing.LaunchResult), outcome
         assert outcome.rank(0) == value
         assert list(outcome.lost) == list(lost)
 

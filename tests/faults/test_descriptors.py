@@ -47,7 +47,7 @@ def none_left():
 def test_too_few_descriptors_are_told_by_each_worker_before_libraries_fail(transport, enough):
     def work():
         leave(8)
-        with pytest.raises(todist.InitializationError, match="`ulimit -n`") as caught:
+        with pytest.raises(todist.errors.InitializationError, match="`ulimit -n`") as caught:
             todist.auto_init_rpc(transport=transport)(todist.get_rank)()
         return str(caught.value)
 

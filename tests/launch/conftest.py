@@ -4,8 +4,8 @@ import pytest
 
 from tests.launch.sshd import Sshd
 from tests.warm_python import warm_python
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _remote as remote
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _remote as remote
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Command lines: of a program that takes a launcher's options, and of ``python -m torchopt_dist.launch``."""
+"""Command lines: of a program that takes a launcher's options, and of ``python -m torchopt_dist launch``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import tyro
 
 from tests.launch.families import start_program
 from torchopt_dist import Liveness
-from torchopt_dist.launch import Launcher, add_launcher_args
-from torchopt_dist.launch.__main__ import main
+from torchopt_dist.launching import Launcher, add_launcher_args
+from torchopt_dist.launching._command import main
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -183,12 +183,12 @@ def test_a_wrong_command_line_is_told(script, capsys, monkeypatch, arguments, me
 def test_a_launch_that_cannot_be_is_told_without_a_traceback(script, capsys):
     assert run_main("--nproc-per-host", 0, script) == 2
     err = capsys.readouterr().err
-    assert err == "python -m torchopt_dist.launch: `nproc_per_host` must be at least 1, got 0\n"
+    assert err == "python -m torchopt_dist launch: `nproc_per_host` must be at least 1, got 0\n"
 
 
 def test_ctrl_c_ends_the_command(tmp_path):
     (tmp_path / "sleep.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
-    code = "import sys\nfrom torchopt_dist.launch.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
+    code = "import sys\nfrom torchopt_dist.launching._command import main\nsys.exit(main(sys.argv[1:]))\n"
     job = start_program(code, "--nproc-per-host", "2", tmp_path / "sleep.py")
     assert job.first_line() == "[rank 0] up\n"
     started = time.monotonic()

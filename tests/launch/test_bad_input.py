@@ -16,8 +16,8 @@ import torch
 
 import torchopt_dist as todist
 from tests.functions import my_rank
-from torchopt_dist.launch import Launcher, LaunchResult, add_launcher_args, launch, on_ranks
-from torchopt_dist.launch._environment import read_env_file
+from torchopt_dist.launching import Launcher, LaunchResult, add_launcher_args, launch, on_ranks
+from torchopt_dist.launching._environment import read_env_file
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,7 +41,7 @@ ON_TWO = Launcher(nproc_per_host=2, handlers=[])
         ({"liveness": 3}, TypeError, "`liveness` must be a todist.Liveness or None, got int 3"),
         (
             {"env": {"TODIST_LIVENESS": "soon"}},
-            todist.InitializationError,
+            todist.errors.InitializationError,
             "variable TODIST_LIVENESS must be as in 'interval=1,patience=10', got 'soon'",
         ),
         ({"min_hosts": 0}, ValueError, "`min_hosts` must be at least 1, got 0"),
@@ -122,18 +122,21 @@ def test_as_many_workers_as_cores():
 
 def test_what_cannot_be_pickled_is_named():
     lock = threading.Lock()
-    with pytest.raises(todist.SerializationError, match=r"`args\[1\]` must be .* got lock"):
+    with pytest.raises(todist.errors.SerializationError, match=r"`args\[1\]` must be .* got lock"):
         ON_TWO.run(print, 1, lock)
     model = torch.nn.Linear(1, 1)
     model.lock = lock  # type: ignore[assignment]
-    with pytest.raises(todist.SerializationError, match=r"`args\[0\]\['net'\].lock` must be .* got lock"):
+    with pytest.raises(
+        todist.errors.SerializationError, match=r"`args\[0\]\['net'\].lock` must be .* got lock"
+    ):
         launch(len, ({"net": model},), nproc_per_host=1)
-    with pytest.raises(todist.SerializationError, match=r"`by` must be .* got lock"):
+    with pytest.raises(todist.errors.SerializationError, match=r"`by` must be .* got lock"):
         ON_TWO.run(my_rank, by=lock)
-    with pytest.raises(todist.SerializationError, match=r"`lock` of func must be .* got lock"):
+    with pytest.raises(todist.errors.SerializationError, match=r"`lock` of func must be .* got lock"):
         ON_TWO.run(lambda: lock)
     with pytest.raises(
-        todist.SerializationError, match=r"rank [01] returned generator .* cannot be sent to the launcher"
+        todist.errors.SerializationError,
+        match=r"rank [01] returned generator .* cannot be sent to the launcher",
     ):
         ON_TWO.run(lambda: (x for x in "ab"))
     with pytest.raises(TypeError, match="`func` must be callable, got int 3"):
@@ -206,10 +209,13 @@ def _only_in(pid):
 
 
 def test_what_cannot_be_read_on_the_other_side_is_told():
-    with pytest.raises(todist.SerializationError, match="cannot be read on the worker: ImportError: not in"):
+    with pytest.raises(
+        todist.errors.SerializationError, match="cannot be read on the worker: ImportError: not in"
+    ):
         ON_TWO.run(print, OnlyHere())
     with pytest.raises(
-        todist.SerializationError, match="what rank 0 on localhost returned cannot be read by the launcher"
+        todist.errors.SerializationError,
+        match="what rank 0 on localhost returned cannot be read by the launcher",
     ):
         ON_TWO.run(OnlyHere)
 
@@ -220,7 +226,7 @@ def test_a_port_that_is_taken():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            todist.InitializationError, match=f"`master_port` must be free .* got {port}: Addr"
+            todist.errors.InitializationError, match=f"`master_port` must be free .* got {port}: Addr"
         ):
             launch(my_rank, nproc_per_host=1, master_port=port)
     launcher = Launcher(nproc_per_host=2, master_port=port, handlers=[])

@@ -11,8 +11,8 @@ import pytest
 
 from tests.launch.families import with_this_server
 from tests.processes import python, start_python
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch.logs import TerminalHandler, WorkerLogs
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching.logs import TerminalHandler, WorkerLogs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -92,7 +92,7 @@ def test_a_reader_that_has_gone_is_written_to_no_more(monkeypatch, capsys):
 def test_a_program_whose_output_goes_to_head_goes_on_in_peace():
     code = (
         "import sys\n"
-        "from torchopt_dist.launch import launch\n"
+        "from torchopt_dist.launching import launch\n"
         "def work():\n"
         "    for number in range(20000): print(number)\n"
         "    return 7\n"
@@ -112,7 +112,7 @@ def test_a_program_whose_output_goes_to_head_goes_on_in_peace():
 def test_a_program_without_standard_output_can_launch():
     code = (
         "import os, sys\n"
-        "from torchopt_dist.launch import launch\n"
+        "from torchopt_dist.launching import launch\n"
         "os.close(1)\n"
         "sys.stdout = None  # as where Python starts without this descriptor, so that a socket may have its number\n"
         "print(launch(lambda: print('line') or 5, nproc_per_host=1, log_dir=None).rank(0), file=sys.stderr)\n"

@@ -19,8 +19,8 @@ from tests.functions import MyError, spin
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _agent as agent
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _agent as agent
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,7 +60,7 @@ def test_what_a_worker_raises_is_raised_at_once_and_the_others_are_stopped(tmp_p
     assert error.code == 3
     assert error.worker == "rank 1 on localhost"
     assert "raise_while" in error.remote_traceback
-    assert "launch/_worker.py" not in error.remote_traceback
+    assert "launching/_worker.py" not in error.remote_traceback
     *family, worker, its_agent = (int(pid) for pid in (tmp_path / "family1").read_text().split())
     assert alive([*family, worker]) == []
     assert_gone([its_agent], 1.0)
@@ -293,7 +293,7 @@ class Slow:
 
 def test_workers_that_do_not_start_end_by_the_timeout():
     with pytest.raises(
-        todist.InitializationError,
+        todist.errors.InitializationError,
         match=r"rank 0 on localhost, rank 1 on localhost did not start within `start_timeout`, 0\.3 s",
     ):
         Launcher(nproc_per_host=2, start_timeout=0.3, handlers=[]).run(print, Slow())
@@ -383,7 +383,7 @@ def test_an_agent_that_gives_no_sign_of_life_is_killed_and_named(tmp_path):
         "the agent on localhost gave no sign of life for 2 s, and was killed; rank 0 on localhost, rank 1"
     )
     start = time.monotonic()
-    with pytest.raises(todist.AgentFailedError, match=message):
+    with pytest.raises(todist.errors.AgentFailedError, match=message):
         Launcher(nproc_per_host=2, handlers=[], liveness=todist.Liveness(patience=2)).run(work)
     assert time.monotonic() - start < 15
     assert_gone(family_of(tmp_path))
@@ -393,7 +393,7 @@ def test_a_launcher_that_is_stopped_for_a_while_finds_its_workers_at_work(tmp_pa
     """Ctrl-Z and fg: the launcher, too, has heard nothing for a while, and that was its own doing."""
     code = (
         "import os, sys, time\n"
-        "from torchopt_dist.launch import Launcher\n"
+        "from torchopt_dist.launching import Launcher\n"
         "os.environ['TODIST_LIVENESS'] = 'patience=2'\n"
         "def work():\n"
         "    open(sys.argv[1] + '/up', 'w').close()\n"

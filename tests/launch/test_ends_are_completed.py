@@ -17,8 +17,8 @@ from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _forkserver as forkserver
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _forkserver as forkserver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -33,7 +33,7 @@ class MyError(Exception):
 def test_an_agent_that_is_stopped_while_it_ends_its_workers_is_killed_with_all_below_it(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules["torchopt_dist.launch._agents"], "AGENT_SECONDS", 0.5)
+    monkeypatch.setattr(sys.modules["torchopt_dist.launching._agents"], "AGENT_SECONDS", 0.5)
 
     def work():
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGSTOP))
@@ -80,7 +80,7 @@ def test_values_that_have_arrived_are_kept_when_their_agent_dies(caplog):
 
 def test_an_agent_that_dies_when_one_of_its_workers_has_returned_is_an_error():
     with pytest.raises(
-        todist.AgentFailedError, match="localhost died; rank 1 on localhost was ended with it"
+        todist.errors.AgentFailedError, match="localhost died; rank 1 on localhost was ended with it"
     ):
         ON_TWO.run(return_and_kill_the_agent, 60)
 
@@ -161,7 +161,7 @@ def test_times_that_are_longer_than_the_kernel_can_wait_are_as_good_as_others(se
 
 FEW = """
 import errno, os, resource
-from torchopt_dist.launch import launch
+from torchopt_dist.launching import launch
 launch(int, nproc_per_host=1)
 def count():
     return len(os.listdir("/proc/self/fd"))

@@ -18,11 +18,11 @@ import torchopt_dist as todist
 from tests.launch.families import assert_gone
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.processes import ON_TWO, start_python
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _forkserver as forkserver
-from torchopt_dist.launch import _remote as remote
-from torchopt_dist.launch._messages import Alive
-from torchopt_dist.launch._stream import Stream
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _forkserver as forkserver
+from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching._messages import Alive
+from torchopt_dist.launching._stream import Stream
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -92,7 +92,7 @@ def test_what_a_connection_says_is_for_its_agent_and_holds_nobody_else_up():
 
 MANY_FILES = """
 import os, resource, signal, socket
-from torchopt_dist.launch import _forkserver as forkserver, _processes as processes
+from torchopt_dist.launching import _forkserver as forkserver, _processes as processes
 processes.allow_many_files()
 with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(f"{chr(0)}todist-many-{os.getpid()}")
@@ -122,7 +122,7 @@ def test_a_program_with_more_than_a_thousand_open_files_can_launch():
 SLOW = """
 import importlib, os, signal, socket, time
 from types import SimpleNamespace
-from torchopt_dist.launch import _forkserver as forkserver
+from torchopt_dist.launching import _forkserver as forkserver
 late, (read, write), (imported, imports) = [0.0], os.pipe(), os.pipe()
 
 def import_slowly(name):
@@ -185,7 +185,7 @@ def test_where_connections_to_sockets_are_forbidden_a_program_makes_them(tmp_pat
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
 
-        with pytest.raises(todist.AgentFailedError, match=r"the agent on node[12] died"):
+        with pytest.raises(todist.errors.AgentFailedError, match=r"the agent on node[12] died"):
             launcher.run(die)
     finally:
         remote.close_all(["node1", "node2"])

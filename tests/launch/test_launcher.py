@@ -17,8 +17,8 @@ from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import with_this_server
 from tests.processes import ON_TWO, python
 from tests.waits import soon
-from torchopt_dist.launch import Launcher, LaunchResult, launch
-from torchopt_dist.launch import _forkserver as forkserver
+from torchopt_dist.launching import Launcher, LaunchResult, launch
+from torchopt_dist.launching import _forkserver as forkserver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -69,7 +69,7 @@ def test_large_values_go_and_come_whole():
 
 SCRIPT = """
 import dataclasses, enum, sys, traceback
-from torchopt_dist.launch import launch
+from torchopt_dist.launching import launch
 
 class Colour(enum.Enum):
     RED = 1

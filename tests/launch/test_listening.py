@@ -9,7 +9,7 @@ import pytest
 
 import torchopt_dist as todist
 from tests.waits import say, watch
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 
 
 def listening(launcher_pid):

@@ -14,8 +14,8 @@ import pytest
 import torchopt_dist as todist
 from tests.launch.families import with_this_server
 from tests.processes import python
-from torchopt_dist.launch import Launcher, on_ranks
-from torchopt_dist.launch.logs import LineSplitter, TerminalHandler, WorkerLogs
+from torchopt_dist.launching import Launcher, on_ranks
+from torchopt_dist.launching.logs import LineSplitter, TerminalHandler, WorkerLogs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -129,7 +129,7 @@ def test_a_record_knows_where_it_is_from():
         (0, 0, "localhost", "stdout", "100 %d x"),
         (1, 0, "localhost#2", "stdout", "100 %d x"),
     ]
-    assert {(r.name, r.levelname) for r in records} == {("torchopt_dist.launch", "INFO")}
+    assert {(r.name, r.levelname) for r in records} == {("torchopt_dist.launching", "INFO")}
 
 
 def test_lines_come_while_the_workers_run(tmp_path):
@@ -223,14 +223,14 @@ def test_bytes_become_lines(chunks, last, lines):
 
 
 def test_a_line_without_end_is_cut(monkeypatch):
-    monkeypatch.setattr(sys.modules["torchopt_dist.launch.logs"], "LONGEST_LINE", 10)
+    monkeypatch.setattr(sys.modules["torchopt_dist.launching.logs"], "LONGEST_LINE", 10)
     assert lines_of(b"x" * 11, b"y" * 3) == ["x" * 11, "yyy"]
 
 
 @pytest.mark.parametrize("letter", ["é", "漢", "😀"])
 @pytest.mark.parametrize("before", range(4))
 def test_a_line_without_end_is_cut_between_characters(monkeypatch, letter, before):
-    monkeypatch.setattr(sys.modules["torchopt_dist.launch.logs"], "LONGEST_LINE", 10)
+    monkeypatch.setattr(sys.modules["torchopt_dist.launching.logs"], "LONGEST_LINE", 10)
     text = "x" * before + letter * 30
     lines = lines_of(*(text.encode()[start : start + 3] for start in range(0, len(text.encode()), 3)))
     assert "".join(lines) == text
@@ -240,7 +240,7 @@ def test_a_line_without_end_is_cut_between_characters(monkeypatch, letter, befor
 def test_a_notebook_sees_the_lines_in_its_cell():
     # A notebook replaces `sys.stdout`, and file descriptor 1 is not the cell's.
     program = (
-        "import io, sys\nfrom torchopt_dist.launch import launch\n"
+        "import io, sys\nfrom torchopt_dist.launching import launch\n"
         "cell = sys.stdout = io.StringIO()\nlaunch(print, ('hello',), nproc_per_host=2)\n"
         "assert cell.getvalue() == '[rank 0] hello\\n', cell.getvalue()\n"
     )

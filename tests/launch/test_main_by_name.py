@@ -10,14 +10,14 @@ import pytest
 
 from tests.launch.families import with_this_server
 from tests.processes import start_python
-from torchopt_dist.launch import _pickling as pickling
+from torchopt_dist.launching import _pickling as pickling
 
 pytestmark = pytest.mark.timeout(60)
 
 SCRIPT = """
 import dataclasses, enum, functools, os, pickle, sys
 import torch, torch.distributed as dist
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 
 class Net(torch.nn.Linear):
     pass
@@ -122,7 +122,7 @@ def test_what_a_function_or_a_class_defines_is_not_put_there(main):
     parts = cloudpickle.dumps((*there["outer"](), there["Outer"](), there["Outer"].Nested()))
     code = f"""
 import cloudpickle, sys
-from torchopt_dist.launch import _pickling as pickling
+from torchopt_dist.launching import _pickling as pickling
 parts = cloudpickle.loads({parts!r})
 pickling.fill_main(parts)
 main = vars(sys.modules["__main__"])

@@ -25,9 +25,9 @@ from tests.launch.families import (
 )
 from tests.processes import ON_TWO, ROOT, start_python
 from tests.waits import say, soon, watch
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _forkserver as forkserver
-from torchopt_dist.launch import _processes as processes
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _forkserver as forkserver
+from torchopt_dist.launching import _processes as processes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,7 +75,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from tests.launch.test_nothing_is_left import hold_on
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 print("up", flush=True)
 Launcher(nproc_per_host=2, handlers=[], rpc=sys.argv[2] == "rpc").run(hold_on, Path(sys.argv[1]))
 """
@@ -173,7 +173,7 @@ def test_no_descriptor_stays_open_after_a_failure(tmp_path):
             # Rank 0's value has arrived when rank 1 fails, or has not.
             with pytest.raises((MyError, todist.errors.WorkerFailedError)):
                 ON_TWO.run(main, how)
-        with pytest.raises(todist.SerializationError):
+        with pytest.raises(todist.errors.SerializationError):
             ON_TWO.run(main, threading.Lock())
 
     fail()

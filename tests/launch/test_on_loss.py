@@ -13,7 +13,7 @@ import torch
 import torchopt_dist as todist
 from tests.waits import say, watch
 from torchopt_dist.errors import AgentFailedError, RemoteError, WorkerFailedError
-from torchopt_dist.launch import launch
+from torchopt_dist.launching import launch
 
 pytestmark = pytest.mark.timeout(60)
 

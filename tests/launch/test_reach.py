@@ -9,9 +9,9 @@ import pytest
 
 import torchopt_dist as todist
 from torchopt_dist import Liveness
-from torchopt_dist.launch import _remote as remote
-from torchopt_dist.launch._attempts import UnreachedMachine
-from torchopt_dist.launch._machine import Machine
+from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching._attempts import UnreachedMachine
+from torchopt_dist.launching._machine import Machine
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,7 +48,7 @@ def started(monkeypatch):
             enough.set()
         await asyncio.wait_for(enough.wait(), 20)
         if name.startswith("bad"):
-            raise todist.InitializationError(f"{name} is unknown")
+            raise todist.errors.InitializationError(f"{name} is unknown")
         return Made(name)
 
     start.number = 1
@@ -107,9 +107,9 @@ def test_variables_that_libraries_read_need_another_forkserver(started):
 
 def test_all_that_cannot_be_reached_are_named_and_tried_again(started):
     tried, _ = started
-    with pytest.raises(todist.InitializationError, match=r"^bad1 is unknown\nbad2 is unknown$"):
+    with pytest.raises(todist.errors.InitializationError, match=r"^bad1 is unknown\nbad2 is unknown$"):
         connect("bad1", "a", "bad2")
-    with pytest.raises(todist.InitializationError, match=r"^bad1 is unknown$"):
+    with pytest.raises(todist.errors.InitializationError, match=r"^bad1 is unknown$"):
         connect("a", "bad1")
     assert tried == ["bad1", "a", "bad2", "bad1"]
 
@@ -118,5 +118,5 @@ def test_something_may_stand_for_a_host_that_cannot_be_reached(started):
     found = connect("a", "bad", otherwise=UnreachedMachine)
     assert found["a"].why_lost() is None
     assert found["bad"].why_lost() == "bad is unknown"
-    with pytest.raises(todist.InitializationError, match="bad is unknown"):
+    with pytest.raises(todist.errors.InitializationError, match="bad is unknown"):
         found["bad"].connect({})

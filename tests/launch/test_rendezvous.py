@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.launch.descriptors import no_new_descriptors
 from tests.processes import ON_TWO, free_port
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _store as store
-from torchopt_dist.launch._messages import Listen, Listening, Reach, Reached
-from torchopt_dist.launch._rendezvous import agree
-from torchopt_dist.launch._store import LOOPBACK, Listeners, store_at
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _store as store
+from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
+from torchopt_dist.launching._rendezvous import agree
+from torchopt_dist.launching._store import LOOPBACK, Listeners, store_at
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -98,20 +98,21 @@ def test_the_address_by_which_the_other_reaches_the_launcher_is_the_likeliest_if
 
 
 def test_a_loopback_address_is_no_place_to_meet():
-    with pytest.raises(todist.InitializationError, match="b cannot reach a"):
+    with pytest.raises(todist.errors.InitializationError, match="b cannot reach a"):
         meet([Fake("a"), Fake("b", reaches=(LOOPBACK,))])
 
 
 def test_hosts_that_reach_no_address_are_named():
     rule = r"b, d cannot reach a, where rank 0 is, at any of its addresses 127\.0\.0\.2 port \d+, .* firewall"
-    with pytest.raises(todist.InitializationError, match=rule):
+    with pytest.raises(todist.errors.InitializationError, match=rule):
         meet([Fake("a"), Fake("b", reaches=()), Fake("c"), Fake("d", reaches=())])
 
 
 def test_hosts_that_reach_different_addresses_are_an_error():
     agents = [Fake("a"), Fake("b", reaches=("127.0.0.2",)), Fake("c", reaches=("127.0.0.3",))]
     with pytest.raises(
-        todist.InitializationError, match="b, c reach no address of a, where rank 0 is, that all of them"
+        todist.errors.InitializationError,
+        match="b, c reach no address of a, where rank 0 is, that all of them",
     ):
         meet(agents)
 
@@ -130,7 +131,7 @@ def test_a_taken_port_is_an_error_that_says_where():
         port = other.getsockname()[1]
         rule = rf"`master_port` must be free on 127\.0\.0\.1, or 0 for any free port, got {port}: Address already"
         for everywhere in (False, True):
-            with pytest.raises(todist.InitializationError, match=rule):
+            with pytest.raises(todist.errors.InitializationError, match=rule):
                 Listeners(Listen(port, everywhere))
 
 
@@ -146,7 +147,7 @@ def test_a_port_that_is_taken_at_another_address_is_taken():
     """Were the address only left out, the other host could not reach the first one, and nobody would know why."""
     with socket.create_server(("127.0.0.3", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(todist.InitializationError, match=rf"free on 127\.0\.0\.3, .* got {port}"):
+        with pytest.raises(todist.errors.InitializationError, match=rf"free on 127\.0\.0\.3, .* got {port}"):
             Listeners(Listen(port, True))
         assert not any(listens(address, port) for address in ("127.0.0.1", "127.0.0.2", "127.0.0.4"))
 

@@ -18,7 +18,7 @@ from tests.distributed.calls.test_random_losses import LOSSES, WORKERS, trained
 from tests.waits import say, watch
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.errors import InitializationError, WorkerFailedError
-from torchopt_dist.launch import launch
+from torchopt_dist.launching import launch
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -46,7 +46,7 @@ def folder_of_socket():
 
 
 def ask_1(x):
-    return todist.remote_call(1, where), todist.alive(), x.sum().item()
+    return todist.remote_call(where, 1), todist.alive(), x.sum().item()
 
 
 def twice(x, doom=None):
@@ -76,22 +76,22 @@ def meet_1():
 
 
 def lose_a_worker_and_get_a_new_one(folder):
-    before = todist.remote_call(1, where)
-    socket = todist.remote_call(1, folder_of_socket)
+    before = todist.remote_call(where, 1)
+    socket = todist.remote_call(folder_of_socket, 1)
     x = torch.arange(6.0, requires_grad=True)
     constant = todist.put(torch.ones(5))
-    assert todist.remote_call(1, value_of, constant).sum() == 5
+    assert todist.remote_call(value_of, 1, constant).sum() == 5
     meet_1()
     meet_1()
-    theirs = todist.remote_call(1, put_here, torch.ones(2))
-    old = todist.remote_call(1, twice, x)
+    theirs = todist.remote_call(put_here, 1, torch.ones(2))
+    old = todist.remote_call(twice, 1, x)
     kept = todist.remote_sync_call(twice, args=(x,), partitioner=1, retries=1)
 
     spread = todist.parallelize(todist.batch_partitioner, todist.sum_reducer, retries=1)(twice)
     assert torch.equal(spread(x, todist.replicated(folder / "dead")), 2 * (x[:2] + x[2:4] + x[4:]))
     wait_for_all()
 
-    after = todist.remote_call(1, where)
+    after = todist.remote_call(where, 1)
     assert after[0] != before[0]
     assert after == (after[0], str(after[0]), "1", 1)  # `worker_init_fn` has run there
     assert not socket.exists()
@@ -102,15 +102,15 @@ def lose_a_worker_and_get_a_new_one(folder):
     kept[0].sum().backward()  # made again elsewhere
     assert torch.equal(x.grad, torch.full((6,), 2.0))
     with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
-        todist.remote_call(2, value_of, theirs)
+        todist.remote_call(value_of, 2, theirs)
     with pytest.raises(todist.WorkerLostError, match="rank 1 died"):
-        todist.remote_call(1, value_of, theirs)
+        todist.remote_call(value_of, 1, theirs)
     # A new one is as good as the old: with gradients, as a home of values, asked by others, for barriers.
-    todist.remote_call(1, twice, x).sum().backward()
+    todist.remote_call(twice, 1, x).sum().backward()
     assert torch.equal(x.grad, torch.full((6,), 4.0))
-    assert todist.remote_call(1, value_of, constant).sum() == 5
-    assert todist.remote_call(2, value_of, todist.remote_call(1, put_here, torch.ones(3))).sum() == 3
-    assert todist.remote_call(2, ask_1, constant) == (after, (0, 1, 2), 5)
+    assert todist.remote_call(value_of, 1, constant).sum() == 5
+    assert todist.remote_call(value_of, 2, todist.remote_call(put_here, 1, torch.ones(3))).sum() == 3
+    assert todist.remote_call(ask_1, 2, constant) == (after, (0, 1, 2), 5)
     meet_1()
     status = todist.status()
     assert [worker.incarnation for worker in status] == [0, 1, 0]
@@ -235,7 +235,7 @@ def test_what_a_new_process_raises_ends_all(tmp_path):
     def main():
         if todist.get_rank() == 0:
             with pytest.raises(todist.WorkerLostError):
-                todist.remote_call(1, os._exit, 0)
+                todist.remote_call(os._exit, 1, 0)
             while True:
                 time.sleep(0.01)
 
@@ -271,14 +271,14 @@ def die_on_zero():
 def train_with_losses(seed, losses):
     """How many trainings were disturbed; each ends with the parameters of an undisturbed one."""
     chance = random.Random(seed)
-    split = chance.choice([todist.batch_partitioner, todist.exclusive_batch_partitioner])
+    split = chance.choice([todist.batch_partitioner, todist.dim_partitioner(0, exclusive=True, keepdim=True)])
     undisturbed = trained(split)
     began = time.monotonic()
     assert all(map(torch.equal, trained(split), undisturbed))
     took = time.monotonic() - began
     for _ in range(losses):
         rank = chance.randrange(1, WORKERS)
-        process = todist.remote_call(rank, os.getpid)
+        process = todist.remote_call(os.getpid, rank)
         killer = threading.Timer(chance.uniform(0, took), os.kill, (process, signal.SIGKILL))
         killer.start()
         parameters = trained(split)

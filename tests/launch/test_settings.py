@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch._settings import Settings
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching._settings import Settings
 
 TWO = Launcher(nproc_per_host=2, log_dir=None)
 

@@ -8,10 +8,10 @@ import pytest
 
 import torchopt_dist as todist
 from tests.launch.families import assert_gone
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _remote as remote
-from torchopt_dist.launch import _ssh as ssh
-from torchopt_dist.launch._environment import COPIED, chosen_by
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import _ssh as ssh
+from torchopt_dist.launching._environment import COPIED, chosen_by
 
 pytestmark = pytest.mark.timeout(120)
 SHELL = "env POD={host} TODIST_ON_POD=1"
@@ -36,7 +36,7 @@ def place():
 
 def test_workers_run_there_and_call_each_other(shell_launcher):
     launcher = shell_launcher(rpc=True)
-    result = launcher.run(lambda: todist.remote_call(1, place) if todist.get_rank() == 0 else place())
+    result = launcher.run(lambda: todist.remote_call(place, 1) if todist.get_rank() == 0 else place())
     assert {host: [value[0] for value in values] for host, values in result.results.items()} == {
         "pod-0": ["pod-1"],
         "pod-1": ["pod-1"],
@@ -78,12 +78,14 @@ def test_exceptions_come_back(shell_launcher):
     ],
 )
 def test_a_command_that_fails_is_told(shell_launcher, shell, rule):
-    with pytest.raises(todist.InitializationError, match=rule):
+    with pytest.raises(todist.errors.InitializationError, match=rule):
         shell_launcher(["pod-9"], shell, start_timeout=30).run(int)
 
 
 def test_a_command_that_hangs_is_given_up(shell_launcher):
-    with pytest.raises(todist.InitializationError, match=r"did not start within `start_timeout`, 0\.5 s"):
+    with pytest.raises(
+        todist.errors.InitializationError, match=r"did not start within `start_timeout`, 0\.5 s"
+    ):
         shell_launcher(["pod-9"], "sh -c 'sleep 60' {host}", start_timeout=0.5).run(int)
 
 
@@ -136,12 +138,12 @@ def test_in_a_job_without_ssh_srun_is_taken_and_that_is_told(monkeypatch, tmp_pa
         srun.unlink()
         remote.close_all(["pod-0", "pod-1"])
         monkeypatch.setenv("PATH", str(srun.parent))
-        with pytest.raises(todist.InitializationError) as caught:
+        with pytest.raises(todist.errors.InitializationError) as caught:
             launcher.run(int)
         assert "pod-1 cannot be reached by SSH: it refuses" in str(caught.value)
         assert "--nodelist=pod-1` cannot be started here: No such file" in str(caught.value)
         with pytest.raises(
-            todist.InitializationError, match="cannot be reached by SSH: it refuses"
+            todist.errors.InitializationError, match="cannot be reached by SSH: it refuses"
         ):  # named by the user
             Launcher(hosts=["pod-0"], nproc_per_host=1, handlers=[], log_dir=None).run(int)
     finally:

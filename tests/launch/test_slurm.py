@@ -8,11 +8,11 @@ import pytest
 
 import torchopt_dist as todist
 from tests.launch.sshd import NEEDS_SSHD, Sshd
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _cluster as cluster
-from torchopt_dist.launch import _remote as remote
-from torchopt_dist.launch import _slurm as slurm
-from torchopt_dist.launch._machine import Machine
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _cluster as cluster
+from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import _slurm as slurm
+from torchopt_dist.launching._machine import Machine
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
 

@@ -35,7 +35,7 @@ def main():
         dist.all_reduce(total)
         dist.destroy_process_group()
     if todist.get_rank() == 0:
-        places = [todist.remote_call(rank, place) for rank in range(todist.get_world_size())]
+        places = [todist.remote_call(place, rank) for rank in range(todist.get_world_size())]
         port = int(os.environ.get("MASTER_PORT", 0))
         print(json.dumps({"places": places, "total": float(total), "port": port}), flush=True)
 
@@ -60,7 +60,7 @@ def train(steps):
     step = start
     try:
         for step in range(start + 1, steps + 1):
-            weight += float(todist.remote_call(todist.get_world_size() - 1, one, torch.ones(())))
+            weight += float(todist.remote_call(one, todist.get_world_size() - 1, torch.ones(())))
             while step == 3 and start == 0:
                 open(os.environ["FOLDER"] + "/up", "w").close()
                 time.sleep(0.01)
@@ -92,7 +92,7 @@ except Exception as error:
 """
 GPUS = """
 import json, subprocess
-from torchopt_dist.launch import _slurm as slurm
+from torchopt_dist.launching import _slurm as slurm
 other = slurm.hosts_of_job()[1]
 step = [*slurm.step(other), "printenv", "SLURM_GPUS_ON_NODE"]
 done = subprocess.run(step, env=slurm.own_environment(), capture_output=True, text=True)

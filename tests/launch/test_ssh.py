@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.launch.families import forkserver_of
 from tests.launch.sshd import NEEDS_SSHD
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _remote as remote
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _remote as remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -154,7 +154,7 @@ def test_a_key_of_an_agent_will_do_and_user_and_port_may_be_in_the_name(sshd, tm
         config.write_text(f"Host *\n  UserKnownHostsFile {sshd.folder}/known_hosts\n")
         name = f"{getpass.getuser()}@127.0.0.1:{sshd.port}"
         where = Launcher(hosts=[name], nproc_per_host=1, ssh_config=config, handlers=[])
-        with pytest.raises(todist.InitializationError, match="it refuses the login"):
+        with pytest.raises(todist.errors.InitializationError, match="it refuses the login"):
             where.run(place)
         subprocess.run(["ssh-add", "-q", str(sshd.folder / "user_key")], check=True)
         assert where.run(place).results == {name: [("0", "0", "0", "1")]}

@@ -17,7 +17,7 @@ from tests.launch.families import alive, assert_gone, family_of, forkserver_of, 
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import start_python
 from tests.waits import say, watch
-from torchopt_dist.launch import _remote as remote
+from torchopt_dist.launching import _remote as remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -76,7 +76,9 @@ def test_an_agent_there_that_dies_is_named_and_leaves_nothing(launcher, tmp_path
 
     thread = threading.Thread(target=kill_the_agent)
     thread.start()
-    with pytest.raises(todist.AgentFailedError, match="the agent on node2 died; rank 1 on node2 was ended"):
+    with pytest.raises(
+        todist.errors.AgentFailedError, match="the agent on node2 died; rank 1 on node2 was ended"
+    ):
         launcher(["node1", "node2"]).run(crash, wait, tmp_path)
     thread.join()
     assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
@@ -92,7 +94,8 @@ def test_a_forkserver_that_dies_is_a_lost_host_and_the_next_launch_has_a_new_one
     thread = threading.Thread(target=kill_the_server)
     thread.start()
     with pytest.raises(
-        todist.AgentFailedError, match="the agent on node2 was lost: its forkserver was ended by SIGKILL"
+        todist.errors.AgentFailedError,
+        match="the agent on node2 was lost: its forkserver was ended by SIGKILL",
     ):
         launcher(["node1", "node2"]).run(crash, wait, tmp_path)
     thread.join()
@@ -109,7 +112,7 @@ def test_an_agent_there_that_is_stopped_is_killed_and_named(launcher, tmp_path):
     thread = threading.Thread(target=stop_the_agent)
     thread.start()
     message = "the agent on node2 gave no sign of life for 2 s, and was killed; rank 1 on node2 was ended"
-    with pytest.raises(todist.AgentFailedError, match=message):
+    with pytest.raises(todist.errors.AgentFailedError, match=message):
         launcher(["node1", "node2"], liveness=todist.Liveness(patience=2)).run(crash, wait, tmp_path)
     thread.join()
     assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
@@ -132,7 +135,7 @@ def test_an_ssh_server_that_is_stopped_is_a_lost_host(sshd, launcher, tmp_path):
     thread.start()
     try:
         with pytest.raises(
-            todist.AgentFailedError,
+            todist.errors.AgentFailedError,
             match="node2 was lost: there was no sign of life for 2 s; rank 1 on node2",
         ):
             launcher(["node1", "node2"], liveness=todist.Liveness(patience=2), **cold).run(
@@ -148,7 +151,7 @@ def test_an_ssh_server_that_is_stopped_is_a_lost_host(sshd, launcher, tmp_path):
 
 LAUNCHER = """
 import pathlib, sys, threading
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 from tests.launch.families import start_a_family
 
 def work():

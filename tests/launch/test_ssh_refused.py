@@ -15,15 +15,15 @@ import pytest
 import torchopt_dist as todist
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import free_port
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _remote as remote
-from torchopt_dist.launch import _ssh as ssh
-from torchopt_dist.launch._ssh import in_loop, log_in
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import _ssh as ssh
+from torchopt_dist.launching._ssh import in_loop, log_in
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
 
-def refuse(launcher, message, *hosts, error=todist.InitializationError, **options):
+def refuse(launcher, message, *hosts, error=todist.errors.InitializationError, **options):
     start = time.monotonic()
     with pytest.raises(error, match=message):
         launcher(hosts or ["node1"], **options).run(os.getpid)
@@ -48,7 +48,7 @@ def test_a_host_that_refuses_the_key(sshd, tmp_path):
     config = tmp_path / "config"
     config.write_text(sshd.config.read_text().replace(f"{sshd.folder}/user_key", f"{tmp_path}/other"))
     with pytest.raises(
-        todist.InitializationError, match="node1 cannot be reached by SSH: it refuses the login"
+        todist.errors.InitializationError, match="node1 cannot be reached by SSH: it refuses the login"
     ):
         Launcher(hosts=["node1"], nproc_per_host=1, ssh_config=config).run(os.getpid)
 
@@ -56,7 +56,7 @@ def test_a_host_that_refuses_the_key(sshd, tmp_path):
 def test_a_host_that_is_not_known(sshd, tmp_path):
     config = tmp_path / "config"
     config.write_text(sshd.config.read_text().replace(f"{sshd.folder}/known_hosts", os.devnull))
-    with pytest.raises(todist.InitializationError, match=r"node1 .*not in the file of known hosts"):
+    with pytest.raises(todist.errors.InitializationError, match=r"node1 .*not in the file of known hosts"):
         Launcher(hosts=["node1"], nproc_per_host=1, ssh_config=config).run(os.getpid)
 
 
@@ -105,7 +105,9 @@ def test_logins_that_are_all_cut_off_are_an_error(sshd, monkeypatch):
     monkeypatch.setattr(ssh, "PAUSES", (0.0, 0.0))
     relay, taken = relayed(sshd.port, cut_off=100)
     try:
-        with pytest.raises(todist.InitializationError, match=r"node1 cannot be reached by SSH: .*onnection"):
+        with pytest.raises(
+            todist.errors.InitializationError, match=r"node1 cannot be reached by SSH: .*onnection"
+        ):
             log_in_by(sshd, relay)
         assert len(taken) == 3
     finally:
@@ -116,7 +118,7 @@ def test_a_host_that_does_not_answer(sshd):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
         name = f"127.0.0.3:{silent.getsockname()[1]}".replace("127.0.0.3", "127.1")
         launcher = Launcher(hosts=[name], nproc_per_host=1, ssh_config=sshd.config, start_timeout=1.5)
-        with pytest.raises(todist.InitializationError, match=r"there was no answer within 1\.5 s"):
+        with pytest.raises(todist.errors.InitializationError, match=r"there was no answer within 1\.5 s"):
             launcher.run(os.getpid)
 
 

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from torchopt_dist.launch._messages import Alive, Output, Raised, Stop
-from torchopt_dist.launch._stream import FULL, FrameReader, Stream, frame
+from torchopt_dist.launching._messages import Alive, Output, Raised, Stop
+from torchopt_dist.launching._stream import FULL, FrameReader, Stream, frame
 
 pytestmark = pytest.mark.timeout(60)
 

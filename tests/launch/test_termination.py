@@ -16,8 +16,8 @@ from tests.launch.families import assert_gone, start_program
 from tests.processes import ON_TWO, start_python
 from tests.waits import say, watch
 from torchopt_dist._signals import TERMINATED
-from torchopt_dist.launch import _agent as agent
-from torchopt_dist.launch.launcher import ended_in_order
+from torchopt_dist.launching import _agent as agent
+from torchopt_dist.launching.launcher import ended_in_order
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,7 +25,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from tests.launch import test_termination
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 function = getattr(test_termination, sys.argv[1])
 launcher = Launcher(nproc_per_host=1, handlers=[], log_dir=None, stop_timeout=30)
 try:
@@ -122,7 +122,7 @@ def test_launches_in_other_threads_are_left_alone():
 
 FORK = """
 import os, signal
-from torchopt_dist.launch.launcher import ended_in_order
+from torchopt_dist.launching.launcher import ended_in_order
 with ended_in_order():
     pid = os.fork()
     if pid == 0:
@@ -141,7 +141,7 @@ def test_a_process_forked_meanwhile_ends_by_the_signal(start):
 
 STOPPED_SERVER = """
 import psutil
-from torchopt_dist.launch import launch
+from torchopt_dist.launching import launch
 launch(int, nproc_per_host=1, handlers=[], log_dir=None)
 (server,) = psutil.Process().children()
 server.suspend()
@@ -164,7 +164,7 @@ def test_a_server_that_is_stopped_does_not_hold_up_the_program():
 
 TO_A_SILENT_HOST = """
 import sys
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 least = int(sys.argv[2]) or None
 try:
     Launcher(hosts=["x@127.0.0.1:" + sys.argv[1]], nproc_per_host=1, start_timeout=50, min_hosts=least).run(int)
@@ -189,7 +189,7 @@ def test_ctrl_c_while_a_host_is_reached(start, min_hosts):
 
 COMMAND = """
 import sys
-from torchopt_dist.launch.__main__ import main
+from torchopt_dist.launching._command import main
 sys.exit(main(sys.argv[1:]))
 """
 

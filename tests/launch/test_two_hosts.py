@@ -35,8 +35,8 @@ from tests.launch.elastic.worlds import in_worlds, world_of
 from tests.launch.families import assert_gone, family_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.waits import say, wait_until
-from torchopt_dist.launch import Launcher
-from torchopt_dist.launch import _remote as remote
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _remote as remote
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -304,7 +304,7 @@ def test_the_digits_are_learned_on_two_hosts(elsewhere, by_ssh, alone, tmp_path)
 def test_the_digits_are_learned_on_two_hosts_by_a_command(network, config, alone, tmp_path):
     path = tmp_path / "curve"
     before = [process for name in NAMES for process in network.processes(name)]
-    command = [*network.inside("launcher"), sys.executable, "-m", "torchopt_dist.launch"]
+    command = [*network.inside("launcher"), sys.executable, "-m", "torchopt_dist", "launch"]
     command += ["--hosts", "alpha", "beta", "--nproc-per-host", "1", "--ssh-config", str(config)]
     command += ["--log-dir", str(tmp_path / "logs"), str(EXAMPLE), *arguments(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=80)
@@ -336,7 +336,7 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_left_there(
         message = (
             "the agent on beta was lost: there was no sign of life for 3 s; rank 1 on beta was ended with it"
         )
-        with pytest.raises(todist.AgentFailedError, match=message):
+        with pytest.raises(todist.errors.AgentFailedError, match=message):
             future.result()
         assert time.monotonic() - cut < 7
         assert_gone(family, 10 - (time.monotonic() - cut))
@@ -385,7 +385,7 @@ def wait_until_lost(name):
     wait_until(lambda: all(machine.why_lost() is not None for machine in known), tell=lambda: f"{known}")
 
 
-def fails(launch, hosts, message, seconds, error=todist.InitializationError, **options):
+def fails(launch, hosts, message, seconds, error=todist.errors.InitializationError, **options):
     start = time.monotonic()
     with pytest.raises(error, match=message):
         launch(places, hosts=hosts, **options)
@@ -416,7 +416,7 @@ def test_a_host_that_is_cut_off_before_the_launch_is_named(network, launch):
     network.ip("launcher", "link", "set", "port1", "down")
     try:
         lost = "the agent on beta was lost: there was no sign of life for 3 s, before it started a worker"
-        fails(launch, NAMES[:2], lost, 6, todist.AgentFailedError)
+        fails(launch, NAMES[:2], lost, 6, todist.errors.AgentFailedError)
         message = "beta cannot be reached by SSH: (there was no answer within 2 s|.*No route to host)"
         fails(launch, NAMES[:2], message, 5, start_timeout=2)
     finally:

@@ -11,8 +11,8 @@ import torchopt_dist as todist
 from tests.launch import exceptions
 from tests.launch.exceptions import MoreSlots, Mute, NoArgs, NoDict, Own, Picked, WithMeta
 from torchopt_dist._serialized_exception import SerializedException
-from torchopt_dist.launch import launch
-from torchopt_dist.launch._pickling import pack, pack_failure, unpack_failure, unpack_value
+from torchopt_dist.launching import launch
+from torchopt_dist.launching._pickling import pack, pack_failure, unpack_failure, unpack_value
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,9 +110,11 @@ class NoWordsError(Exception):
 @pytest.mark.parametrize("launches", KINDS)
 def test_what_can_neither_be_pickled_nor_told_is_a_serialization_error(launches):
     told = r"NoWords <NoWords, whose repr raises RuntimeError>.*NoWordsError: <NoWordsError, whose str raises"
-    with pytest.raises(todist.SerializationError, match=rf"`args\[0\]` must be something .* got {told}"):
+    with pytest.raises(
+        todist.errors.SerializationError, match=rf"`args\[0\]` must be something .* got {told}"
+    ):
         launch(print, (NoWords(),), nproc_per_host=1, **KINDS[launches])
-    with pytest.raises(todist.SerializationError, match=f"rank 0 returned {told}"):
+    with pytest.raises(todist.errors.SerializationError, match=f"rank 0 returned {told}"):
         launch(NoWords, nproc_per_host=1, handlers=[], log_dir=None, **KINDS[launches])
 
 
@@ -138,18 +140,18 @@ def _raise_it(error):
 )
 def test_an_object_that_asks_to_end_the_program_is_one_that_cannot_be_sent(error, where, told):
     with pytest.raises(
-        todist.SerializationError, match=rf"^{told}.* launcher: RuntimeError: {type(error).__name__}"
+        todist.errors.SerializationError, match=rf"^{told}.* launcher: RuntimeError: {type(error).__name__}"
     ):
         launch(Ends, (error, where), nproc_per_host=1, handlers=[], log_dir=None)
 
 
 def test_an_argument_that_asks_to_end_the_program_is_one_that_cannot_be_sent():
     with pytest.raises(
-        todist.SerializationError, match=r"`args\[0\]` must be .* RuntimeError: SystemExit 3$"
+        todist.errors.SerializationError, match=r"`args\[0\]` must be .* RuntimeError: SystemExit 3$"
     ):
         launch(print, (Ends(SystemExit(3), "pickled"),), nproc_per_host=1)
     with pytest.raises(
-        todist.SerializationError, match=r"cannot be read on the worker: RuntimeError: SystemExit 3"
+        todist.errors.SerializationError, match=r"cannot be read on the worker: RuntimeError: SystemExit 3"
     ):
         launch(print, (Ends(SystemExit(3), "rebuilt"),), nproc_per_host=1, handlers=[], log_dir=None)
 

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import torchopt_dist as todist
 from tests.functions import my_rank
 from tests.processes import ON_TWO, python, torchrun
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -254,7 +254,7 @@ def test_cores_and_the_mask_of_modes_are_those_of_the_launcher():
 PATH_IN_PATH = """
 import sys
 from pathlib import Path
-from torchopt_dist.launch import launch
+from torchopt_dist.launching import launch
 sys.path[:0] = [Path("/nowhere"), None]
 print(launch(lambda: [type(entry).__name__ for entry in sys.path], nproc_per_host=1, log_dir=None).rank(0))
 """

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from torchopt_dist import module_detach_
 from torchopt_dist.nn import (
     ModuleState,
     extract_state_dict,
     module_clone,
-    module_detach_,
     recover_state_dict,
     stop_gradient,
 )

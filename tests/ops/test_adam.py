@@ -131,7 +131,7 @@ def test_versions_count_what_the_kernel_overwrites():
 def test_adam_op_is_torchopts():
     mu, nu, g = (x.requires_grad_() for x in tensors((3,), (3,), (3,)))
     nu = (nu.detach().square() + 0.1).requires_grad_()
-    op = todist.AdamOp(b1=0.8, b2=0.9, eps=0.05, eps_root=0.01)
+    op = todist.ops.AdamOp(b1=0.8, b2=0.9, eps=0.05, eps_root=0.01)
 
     def compute(mu, nu, g):
         return op(mu, nu, g, 4)

@@ -141,12 +141,12 @@ def test_in_place_records_nothing_by_either_way():
 )
 def test_adam_op_says_what_it_does_not_take(given, error, said):
     with pytest.raises(error, match=said):
-        todist.AdamOp()(*given, 1)
+        todist.ops.AdamOp()(*given, 1)
 
 
 def test_adam_op_without_a_gradient_is_torchopts():
     mu, nu = torch.rand(2), torch.rand(2)
-    got = todist.AdamOp()(mu, nu, None, 3)
+    got = todist.ops.AdamOp()(mu, nu, None, 3)
     assert got[0] is mu
     assert got[1] is nu
     assert got[2] is None
@@ -154,13 +154,13 @@ def test_adam_op_without_a_gradient_is_torchopts():
 
 def test_adam_op_counts_in_full_precision_and_under_vmap():
     mu, nu, g = torch.rand(3), torch.rand(3), torch.rand(3)
-    want = todist.AdamOp(inplace=False)(mu, nu, g, 299)[2]
+    want = todist.ops.AdamOp(inplace=False)(mu, nu, g, 299)[2]
     torch.set_default_dtype(torch.bfloat16)
     try:
-        torch.testing.assert_close(todist.AdamOp(inplace=False)(mu, nu, g, 299)[2], want)
+        torch.testing.assert_close(todist.ops.AdamOp(inplace=False)(mu, nu, g, 299)[2], want)
     finally:
         torch.set_default_dtype(torch.float32)
-    op = todist.AdamOp(inplace=False)
+    op = todist.ops.AdamOp(inplace=False)
     counts = torch.tensor([1.0, 299.0])
     both = torch.func.vmap(lambda count: op(mu, nu, g, count)[2])(counts)
     torch.testing.assert_close(both[1], want)

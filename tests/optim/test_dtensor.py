@@ -77,7 +77,7 @@ def test_hyperparameters_of_dtensors_have_gradients(mesh):
     found = []
     for on in (mesh, None):
         program, lr = Program(on), torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
-        optimizer = todist.chain(todist.clip_grad_norm(0.5), todist.adam(lr=lr, weight_decay=0.1))
+        optimizer = todist.chain(todist.transform.clip_grad_norm(0.5), todist.adam(lr=lr, weight_decay=0.1))
         outer = program.loss(todist.inner_loop(program.loss, optimizer, program.params, 2).params)
         found.append(torch.autograd.grad(whole(outer), lr)[0])
     torch.testing.assert_close(whole(found[0]), found[1])

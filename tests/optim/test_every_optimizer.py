@@ -229,7 +229,7 @@ def test_a_lazily_conjugated_parameter_is_refused():
 @pytest.mark.parametrize(("name", "setting"), CASES)
 def test_update_is_pure_unless_it_is_asked_to_overwrite(name, setting):
     row = ROWS[name]
-    impl = todist.chain(todist.clip_grad_norm(1.0), row.function(**row.options[setting]))
+    impl = todist.chain(todist.transform.clip_grad_norm(1.0), row.function(**row.options[setting]))
     params = [torch.tensor([1.0, -2.0], dtype=DOUBLE), torch.tensor([[0.5]], dtype=DOUBLE)]
     with torch.no_grad():
         _, state = impl.update([p.sin() for p in params], impl.init(params), params=params)

@@ -40,7 +40,7 @@ def rates(optimizer):
 
 
 def clipped(lr):
-    return todist.chain(todist.clip_grad_norm(1.0), todist.adam(lr))
+    return todist.chain(todist.transform.clip_grad_norm(1.0), todist.adam(lr))
 
 
 def by_links(params, lr):
@@ -118,7 +118,7 @@ def test_groups_of_a_chain_have_rates_of_their_own():
 @pytest.mark.parametrize(
     "impl",
     [
-        todist.chain(todist.clip_grad_norm(1.0), scale(-0.1)),
+        todist.chain(todist.transform.clip_grad_norm(1.0), scale(-0.1)),
         todist.chain(scale_by_learning_rate(0.5), scale_by_learning_rate(0.5)),
         todist.adan(0.1, weight_decay=0.5),
         todist.sgd([0.5]),

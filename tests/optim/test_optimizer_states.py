@@ -302,7 +302,7 @@ def test_an_optimizer_of_a_transformation_refuses_options_of_a_group(option):
 
 def test_clipping_is_by_group():
     """As the docs say, and one group for all parameters is ``clip_grad_norm_``."""
-    impl = todist.chain(todist.clip_grad_norm(1.0), todist.sgd(1.0))
+    impl = todist.chain(todist.transform.clip_grad_norm(1.0), todist.sgd(1.0))
     for grouped, expected in ((False, [-0.6, -0.8]), (True, [-1.0, -1.0])):
         params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
         optimizer = todist.Optimizer([{"params": [p]} for p in params] if grouped else params, impl)

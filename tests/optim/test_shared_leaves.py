@@ -27,7 +27,7 @@ def loss_of(net, params):
     [
         todist.sgd(0.1, momentum=0.9),
         todist.adam(0.1),
-        todist.chain(todist.clip_grad_norm(0.5), todist.sgd(0.1)),
+        todist.chain(todist.transform.clip_grad_norm(0.5), todist.sgd(0.1)),
         todist.sgd(0.1, weight_decay=0.1, momentum=0.9),
     ],
     ids=["sgd", "adam", "clipped", "decayed"],

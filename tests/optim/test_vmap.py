@@ -32,11 +32,11 @@ def adapted_loss(net, make_optimizer, x, y):
 
 
 def clipped(net):
-    return todist.MetaOptimizer(net, todist.chain(todist.clip_grad_norm(0.1), todist.adam(0.05)))
+    return todist.MetaOptimizer(net, todist.chain(todist.transform.clip_grad_norm(0.1), todist.adam(0.05)))
 
 
 def hooked(net):
-    double = todist.register_hook(_doubled_where_it_sums_to_less_than_zero)
+    double = todist.transform.register_hook(_doubled_where_it_sums_to_less_than_zero)
     return todist.MetaOptimizer(net, todist.chain(double, todist.sgd(0.1)))
 
 

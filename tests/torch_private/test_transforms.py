@@ -20,7 +20,7 @@ def test_a_wrapped_tensor_is_refused_by_torch_where_it_cannot_be_told(
 ) -> None:
     def answer(x: torch.Tensor) -> torch.Tensor:
         answers.append(private.is_functorch_tensor(x))
-        with pytest.raises(todist.SerializationError, match=r"torch\.func transform cannot be sent"):
+        with pytest.raises(todist.errors.SerializationError, match=r"torch\.func transform cannot be sent"):
             pack(x, main_by_name=True)
         return x
 

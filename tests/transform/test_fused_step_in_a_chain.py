@@ -17,9 +17,9 @@ from torchopt_dist.transform.base import ChainedGradientTransformation
 PREFIXES = {
     "none": (),
     "norm": (clip_grad_norm(0.5),),
-    "value": (todist.masked(clip_grad_value(0.3), [True, True, False]),),
+    "value": (todist.transform.masked(clip_grad_value(0.3), [True, True, False]),),
     "with a state": (clip_grad_norm(0.5), trace(0.9)),
-    "masked": (todist.masked(trace(0.9), [True, False, False]), add_decayed_weights(0.1)),
+    "masked": (todist.transform.masked(trace(0.9), [True, False, False]), add_decayed_weights(0.1)),
 }
 OPTIMIZERS = {
     "adam": todist.adam,

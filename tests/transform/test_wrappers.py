@@ -49,7 +49,7 @@ def test_an_average_in_place_gives_updates_that_later_steps_may_overwrite():
 @pytest.mark.parametrize("face", ["Optimizer", "MetaOptimizer"])
 def test_gathered_steps_are_torch_s_with_accumulated_gradients(face):
     net, twin = make(DOUBLE), make(DOUBLE)
-    impl = multi_steps(todist.chain(todist.clip_grad_norm(0.5), todist.adam(lr=0.05)), 3)
+    impl = multi_steps(todist.chain(todist.transform.clip_grad_norm(0.5), todist.adam(lr=0.05)), 3)
     optimizer = (
         todist.Optimizer(net.parameters(), impl) if face == "Optimizer" else todist.MetaOptimizer(net, impl)
     )

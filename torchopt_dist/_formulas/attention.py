@@ -21,8 +21,8 @@ from torch.backends import cuda, mha
 from torchopt_dist._formulas.operands import fit_short_formula
 from torchopt_dist._functional import replaced
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["attention_by_formula", "explain", "is_attention", "short_attention", "without_fast_path"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchopt_dist._formulas.normalization import by_channel, normalized
 from torchopt_dist._formulas.operands import need_formula
-from torchopt_dist.typing import OptionalTensor
+from torchopt_dist._types import OptionalTensor
 
 __all__ = ["batch_norm", "instance_norm"]
 

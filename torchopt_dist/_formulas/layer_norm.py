@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torchopt_dist._formulas.normalization import normalized, projected, scaled
 from torchopt_dist._formulas.operands import fit_short_formula, need_formula
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["layer_norm", "short_layer_norm"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torchopt_dist._formulas.normalization import by_channel, projected, standardized
 from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active, transforms_are_active
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pulled_back
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["is_normalization", "mend"]
 

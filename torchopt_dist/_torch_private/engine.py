@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 
 from torchopt_dist._torch_private.lookup import find
-from torchopt_dist.typing import OptionalTensor
+from torchopt_dist._types import OptionalTensor
 
 
 def grad_of_loss(

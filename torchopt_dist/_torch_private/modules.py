@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchopt_dist.typing import TensorContainer
+from torchopt_dist._types import TensorContainer
 
 
 def parameters_of(module: nn.Module) -> TensorContainer:

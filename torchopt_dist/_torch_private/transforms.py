@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchopt_dist._torch_private.engine import grad_of_loss
 from torchopt_dist._torch_private.lookup import find
-from torchopt_dist.typing import OptionalTensor
+from torchopt_dist._types import OptionalTensor
 
 LossAndOthersFn = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]
 

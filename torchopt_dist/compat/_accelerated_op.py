@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torchopt_dist as todist
+from torchopt_dist.transform import GradientTransformation
 
 __all__ = ["Adam", "AdamW", "MetaAdam", "MetaAdamW", "adam", "adamw"]
 
@@ -25,12 +26,12 @@ def _with_fused(options: dict[str, Any]) -> dict[str, Any]:
     return {"fused" if name == "use_accelerated_op" else name: value for name, value in options.items()}
 
 
-def adam(*args: Any, **options: Any) -> todist.GradientTransformation:
+def adam(*args: Any, **options: Any) -> GradientTransformation:
     """:func:`torchopt_dist.adam`."""
     return todist.adam(*args, **_with_fused(options))
 
 
-def adamw(*args: Any, **options: Any) -> todist.GradientTransformation:
+def adamw(*args: Any, **options: Any) -> GradientTransformation:
     """:func:`torchopt_dist.adamw`."""
     return todist.adamw(*args, **_with_fused(options))
 

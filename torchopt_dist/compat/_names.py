@@ -14,9 +14,10 @@ from torch.futures import Future
 
 import torchopt_dist as todist
 from torchopt_dist import transform
+from torchopt_dist._types import OptionalTensor, TensorTree
 from torchopt_dist.compat import _accelerated_op, _orders
+from torchopt_dist.compat._second_names import SECOND_NAMES
 from torchopt_dist.diff import implicit, zero_order
-from torchopt_dist.typing import OptionalTensor, TensorTree
 
 __all__ = ["CALLS", "FLAT", "NAMES"]
 
@@ -70,6 +71,7 @@ OPTREE = (
 """optree's functions that TorchOpt's ``pytree`` offers under the same names."""
 
 FLAT: dict[str, Any] = {
+    **SECOND_NAMES,
     "AdaDelta": todist.Adadelta,
     "AdaGrad": todist.Adagrad,
     "AdaMax": todist.Adamax,
@@ -96,7 +98,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "diff.implicit.decorator": {"custom_root": implicit.custom_root},
     **dict.fromkeys(("diff.zero_order", "diff.zero_order.nn", "diff.zero_order.nn.module"), ZERO_ORDER),
     "diff.zero_order.decorator": {"zero_order": zero_order.zero_order},
-    "distributed": {"rpc": rpc},
+    "distributed": {"rpc": rpc, **SECOND_NAMES},
     "linear_solve": {"solve_inv": _orders.solve_inv},
     "nn": {"reparameterize": todist.nn.reparametrize},
     "nn.stateless": {"reparameterize": todist.nn.reparametrize},

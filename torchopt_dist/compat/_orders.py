@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import torchopt_dist as todist
-from torchopt_dist import linear_solve, pytree
-from torchopt_dist.typing import Numeric, ScalarOrSchedule
+from torchopt_dist import linear_solve, pytree, transform
+from torchopt_dist._types import Numeric, ScalarOrSchedule
 
 __all__ = ["SGD", "MetaSGD", "UninitializedState", "chain", "nan_to_num", "solve_inv"]
 
@@ -78,7 +78,9 @@ class _Chain:
 
     flat = staticmethod(todist.chain)
 
-    def __call__(self, *transformations: todist.GradientTransformation) -> todist.GradientTransformation:
+    def __call__(
+        self, *transformations: transform.GradientTransformation
+    ) -> transform.GradientTransformation:
         return todist.chain(*transformations)
 
 
@@ -87,10 +89,10 @@ chain = _Chain()
 
 def nan_to_num(
     nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
-) -> todist.GradientTransformation:
-    """:func:`torchopt_dist.nan_to_num`, which with ``inplace=True`` overwrites the gradients that it is given."""
-    init, update = todist.nan_to_num(nan, posinf, neginf)
-    return todist.GradientTransformation(init, partial(_overwriting, update))
+) -> transform.GradientTransformation:
+    """The link of ``torchopt_dist.transform``; with ``inplace=True`` it overwrites the gradients that it is given."""
+    init, update = transform.nan_to_num(nan, posinf, neginf)
+    return transform.GradientTransformation(init, partial(_overwriting, update))
 
 
 def _overwriting(update: Any, updates: Any, state: Any, *, params: Any = None, inplace: bool = True) -> Any:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._types import LinearSolver, TensorTree
 from torchopt_dist._vjp import Tensors, pull, refuse_forward_mode
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
 from torchopt_dist.linear_solve.solver import Solver
-from torchopt_dist.typing import LinearSolver, TensorTree
 
 __all__ = ["Adjoint", "custom_fixed_point", "custom_root"]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist._torch_private import forward_mode_is_active
+from torchopt_dist._types import OptState, Params
 from torchopt_dist._vjp import takes_duals
 from torchopt_dist.diff.adjoints import (
     SAMA,
@@ -34,7 +35,6 @@ from torchopt_dist.diff.adjoints._stream import Stream
 from torchopt_dist.diff.compiled._loop import compiled
 from torchopt_dist.diff.data_parallel import DataParallel, run_together
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptState, Params
 
 __all__ = ["InnerLoopResult", "inner_loop"]
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist.typing import Samplable, SampleFunc
+from torchopt_dist._types import Samplable, SampleFunc
 
 __all__ = ["Method", "zero_order"]
 

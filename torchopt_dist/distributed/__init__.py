@@ -9,10 +9,10 @@ from torchopt_dist.distributed.init_rpc import auto_init_rpc
 from torchopt_dist.distributed.logs import log_to_rank_zero
 from torchopt_dist.distributed.map import map
 from torchopt_dist.distributed.messages.references import Reference
+from torchopt_dist.distributed.mirror import MirroredModule, mirror
 from torchopt_dist.distributed.parallelize import (
     parallelize,
     parallelize_async,
-    parallelize_sync,
     remote_async_call,
     remote_sync_call,
 )
@@ -23,7 +23,6 @@ from torchopt_dist.distributed.partition import (
     TensorDimensionPartitioner,
     batch_partitioner,
     dim_partitioner,
-    exclusive_batch_partitioner,
     replicated,
     tasks,
 )
@@ -31,7 +30,6 @@ from torchopt_dist.distributed.profile import Profile, profile
 from torchopt_dist.distributed.put import put
 from torchopt_dist.distributed.reduce import concatenate_reducer, mean_reducer, stack_reducer, sum_reducer
 from torchopt_dist.distributed.remote_call import remote_call
-from torchopt_dist.distributed.replica import Replica, replica
 from torchopt_dist.distributed.status import Status, WorkerStatus, status
 from torchopt_dist.distributed.world import (
     WorldInfo,
@@ -42,23 +40,21 @@ from torchopt_dist.distributed.world import (
     get_rank,
     get_worker_id,
     get_world_info,
-    get_world_rank,
     get_world_size,
     not_on_rank,
     on_rank,
-    rank_all,
     rank_non_zero_only,
     rank_zero_only,
 )
 
 __all__ = [
     "Balance",
+    "MirroredModule",
     "Partition",
     "PartitionFunction",
     "Partitioner",
     "Profile",
     "Reference",
-    "Replica",
     "Resident",
     "Shards",
     "Status",
@@ -73,32 +69,28 @@ __all__ = [
     "concatenate_reducer",
     "default_worker_name_format",
     "dim_partitioner",
-    "exclusive_batch_partitioner",
     "get_local_rank",
     "get_local_world_size",
     "get_rank",
     "get_worker_id",
     "get_world_info",
-    "get_world_rank",
     "get_world_size",
     "is_available",
     "log_to_rank_zero",
     "map",
     "mean_reducer",
+    "mirror",
     "not_on_rank",
     "on_rank",
     "parallelize",
     "parallelize_async",
-    "parallelize_sync",
     "profile",
     "put",
-    "rank_all",
     "rank_non_zero_only",
     "rank_zero_only",
     "remote_async_call",
     "remote_call",
     "remote_sync_call",
-    "replica",
     "replicated",
     "stack_reducer",
     "status",

@@ -30,6 +30,7 @@ from torchopt_dist._future import Future, as_completed
 from torchopt_dist._random_turns import draw_seed_returnable, lent, seed_of_task
 from torchopt_dist._team import Team, in_team, team
 from torchopt_dist._threads import settle_by, settle_in_thread
+from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed.balance import spread as spread_evenly
 from torchopt_dist.distributed.calls import spread
 from torchopt_dist.distributed.calls.gather import gather
@@ -55,7 +56,6 @@ from torchopt_dist.distributed.worker.team_group import (
     store_at,
 )
 from torchopt_dist.errors import CollectiveError, WorkerLostError
-from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["TeamSize", "check_team", "on_teams"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.autograd import DistAutogradContext
 
 from torchopt_dist._torch_private import tensor_version
+from torchopt_dist._types import OptionalTensor, TensorOrTensors
 from torchopt_dist.distributed.group.group import current_group
-from torchopt_dist.typing import OptionalTensor, TensorOrTensors
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "grad", "is_available"]
 

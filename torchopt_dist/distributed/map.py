@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, TypeVar, Unpack, overload
 
 from torchopt_dist._options import check_options
+from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
 from torchopt_dist.distributed.messages.payload import ExecutionKwargs
 from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT
 from torchopt_dist.distributed.parallelize import CallKwargs, remote_sync_call
 from torchopt_dist.distributed.partition import Partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
-from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["map"]
 

@@ -18,6 +18,7 @@ from torchopt_dist._options import check_options
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._threads import settle_by, settle_in_thread
+from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed._split import check_split, split_only
 from torchopt_dist.distributed._teams import TeamSize, check_team, on_teams
 from torchopt_dist.distributed.balance import taking_readings
@@ -41,9 +42,8 @@ from torchopt_dist.distributed.partition import Partitioner, check_partitioner, 
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.distributed.serialization.pickling import PackedModules
 from torchopt_dist.distributed.worker.buffers import Buffers, Returning, check_buffers, take
-from torchopt_dist.typing import Args, KwArgs
 
-__all__ = ["parallelize", "parallelize_async", "parallelize_sync", "remote_async_call", "remote_sync_call"]
+__all__ = ["parallelize", "parallelize_async", "remote_async_call", "remote_sync_call"]
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -391,7 +391,6 @@ def _with_options(doc: str | None) -> str:
 
 
 parallelize.__doc__ = _with_options(parallelize.__doc__)
-parallelize_sync = parallelize
 
 
 @overload

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
 from torchopt_dist.distributed.group.resident import Shards, part_of
 from torchopt_dist.distributed.messages.stacked import Rows
@@ -23,7 +24,6 @@ from torchopt_dist.distributed.reduce import REDUCERS
 from torchopt_dist.distributed.world import get_worker_id
 from torchopt_dist.nn.module_state import StateHolder
 from torchopt_dist.pytree._containers import flatten, lists_beside, tensors_hidden_in
-from torchopt_dist.typing import Args, KwArgs
 
 __all__ = [
     "Partition",
@@ -32,7 +32,6 @@ __all__ = [
     "TensorDimensionPartitioner",
     "batch_partitioner",
     "dim_partitioner",
-    "exclusive_batch_partitioner",
     "partition",
     "replicated",
     "tasks",
@@ -401,12 +400,6 @@ def dim_partitioner(
 
 batch_partitioner: PartitionFunction = dim_partitioner(dim=0, keepdim=True)
 """One part of the batch, along dimension 0, for each worker."""
-exclusive_batch_partitioner: PartitionFunction = dim_partitioner(dim=0, exclusive=True, keepdim=True)
-"""One task for each sample of the batch, along dimension 0, which the task's tensors keep with size 1."""
 tasks: PartitionFunction = dim_partitioner(dim=0, exclusive=True, keepdim=False)
 """One task for each index of dimension 0, without that dimension: ``(T, B, *)`` is T tasks of ``(B, *)``."""
-_PARTITIONERS: dict[str, PartitionFunction] = {
-    "tasks": tasks,
-    "batch_partitioner": batch_partitioner,
-    "exclusive_batch_partitioner": exclusive_batch_partitioner,
-}
+_PARTITIONERS: dict[str, PartitionFunction] = {"tasks": tasks, "batch_partitioner": batch_partitioner}

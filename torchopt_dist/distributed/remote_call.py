@@ -1,4 +1,4 @@
-"""A worker, a function, its arguments → what the function returns there: the shortest call."""
+"""A function, a worker, the arguments → what the function returns there: the shortest call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def remote_call(worker: int | str, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+def remote_call(func: Callable[P, T], worker: int | str, /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``func(*args, **kwargs)`` on one worker, wait, and return what it returns.
 
     No argument is split, and all keyword arguments are passed to the function. To set a time-out or another option, use
     :func:`remote_sync_call`, which returns a list.
 
     Args:
-        worker: rank or name of the worker.
         func: the function to call.
+        worker: rank or name of the worker.
         args: its positional arguments.
         kwargs: its keyword arguments.
 
@@ -36,12 +36,12 @@ def remote_call(worker: int | str, func: Callable[P, T], /, *args: P.args, **kwa
 
     Example::
 
-        loss = todist.remote_call(1, loss_fn, model, batch)
+        loss = todist.remote_call(loss_fn, 1, model, batch)
         loss.backward()
     """
     if worker is None or callable(worker):
         raise TypeError(
-            "remote_call(worker, func, *args): worker must be a rank or a name, "
+            "remote_call(func, worker, *args): worker must be a rank or a name, "
             f"got {type(worker).__name__} {worker!r:.80}"
         )
     (value,) = remote_sync_call(func, args=args, kwargs=kwargs, partitioner=get_worker_id(worker))

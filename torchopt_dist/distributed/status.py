@@ -32,7 +32,7 @@ class WorkerStatus:
         incarnation: how often its rank was lost and given to a new process (``on_loss="replace"``).
         requests: how many of its own requests wait for a reply; that of ``status`` is not counted.
         kept_graphs: how many graphs of calls it keeps for backward.
-        residents: how many values of :func:`put` and :func:`replica` it holds.
+        residents: how many values of :func:`put` and :func:`mirror` it holds.
         resident_bytes: bytes of these values' tensors.
         memory: bytes of memory that its process occupies.
         gpu_memory: bytes of tensors on its current GPU; 0 where no GPU is in use.
@@ -136,7 +136,7 @@ def _here() -> dict[str, int]:
 
 
 def _own(group: Group) -> dict[str, int]:
-    held: list[Any] = [*group.residents.values(), *group.replicas.values()]
+    held: list[Any] = [*group.residents.values(), *group.mirrors.values()]
     return {
         "process": os.getpid(),
         "requests": group.transport.unanswered(),

@@ -24,11 +24,9 @@ __all__ = [
     "get_rank",
     "get_worker_id",
     "get_world_info",
-    "get_world_rank",
     "get_world_size",
     "not_on_rank",
     "on_rank",
-    "rank_all",
     "rank_non_zero_only",
     "rank_zero_only",
 ]
@@ -68,13 +66,8 @@ def alive() -> tuple[int, ...]:
     return tuple(rank for rank in range(len(group.names)) if rank not in lost)
 
 
-def get_world_rank() -> int:
-    """This worker's rank among all workers, in ``[0, world_size)``."""
-    return get_world_info().world_rank
-
-
 def get_rank() -> int:
-    """The same as :func:`get_world_rank`."""
+    """This worker's rank among all workers, in ``[0, world_size)``."""
     return get_world_info().world_rank
 
 
@@ -211,20 +204,3 @@ def rank_non_zero_only(func: Any = _NOT_GIVEN) -> Any:
         func: the function; without it, as in ``@rank_non_zero_only()``, a decorator is returned.
     """
     return not_on_rank(0) if func is _NOT_GIVEN else not_on_rank(0)(func)
-
-
-@overload
-def rank_all(func: Callable[P, T]) -> Callable[P, T]: ...
-
-
-@overload
-def rank_all() -> Callable[[Callable[P, T]], Callable[P, T]]: ...
-
-
-def rank_all(func: Any = _NOT_GIVEN) -> Any:
-    """Run the decorated function on every rank; the function is returned as it is.
-
-    Args:
-        func: the function; without it, as in ``@rank_all()``, a decorator is returned.
-    """
-    return rank_all if func is _NOT_GIVEN else func

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import TensorTree
 from torchopt_dist._vjp import Tensors
 from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import LinearOperator
-from torchopt_dist.typing import TensorTree
 
 __all__ = ["MatrixOperator", "as_operator", "check_square", "inverse_or_function"]
 

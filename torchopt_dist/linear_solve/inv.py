@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torchopt_dist._types import Numeric
 from torchopt_dist.linear_solve.solver import Outcome, Solver, System
-from torchopt_dist.typing import Numeric
 
 __all__ = ["DirectSolver", "solve_inv"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from torchopt_dist._types import Numeric
 from torchopt_dist.linear_solve.cg import dot
 from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Solver, System
-from torchopt_dist.typing import Numeric
 
 __all__ = ["NeumannSeries", "solve_neumann"]
 

@@ -7,7 +7,6 @@ from torchopt_dist.nn.module_state import (
     ModuleState,
     extract_state_dict,
     module_clone,
-    module_detach_,
     recover_state_dict,
     stop_gradient,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "extract_state_dict",
     "learned",
     "module_clone",
-    "module_detach_",
     "recover_state_dict",
     "reparametrize",
     "stop_gradient",

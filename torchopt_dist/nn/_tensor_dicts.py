@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
-from torchopt_dist.typing import TensorContainer
+from torchopt_dist._types import TensorContainer
 
 __all__ = ["buffer_containers", "parameter_containers", "parts_and_parameters", "parts_of", "replace"]
 

@@ -1,7 +1,7 @@
 """A module, an optimizer or a tree of tensors → a snapshot, a copy, or itself detached from its history.
 
 ``extract_state_dict`` and ``recover_state_dict`` take a snapshot and go back to it, ``module_clone`` makes a second
-module, ``stop_gradient`` and ``module_detach_`` truncate the graph, so that memory stays flat. In all of them tied
+module, ``stop_gradient`` truncates the graph, so that memory stays flat. In all of them tied
 weights stay tied, frozen parameters stay frozen, non-persistent buffers are included, and a shared sub-module counts
 once.
 """
@@ -16,12 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import gradients_are_traced
-from torchopt_dist._vmap import detach_, detached, has_history
-from torchopt_dist.nn import _tensor_dicts
-from torchopt_dist.nn._module_copy import copied
-from torchopt_dist.nn._tensor_copier import TensorCopier
-from torchopt_dist.nn._traced_module import traced_copy
-from torchopt_dist.typing import (
+from torchopt_dist._types import (
     CopyMode,
     Device,
     ModuleTensorContainers,
@@ -29,13 +24,17 @@ from torchopt_dist.typing import (
     TensorContainer,
     TensorTree,
 )
+from torchopt_dist._vmap import detach_, detached, has_history
+from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.nn._module_copy import copied
+from torchopt_dist.nn._tensor_copier import TensorCopier
+from torchopt_dist.nn._traced_module import traced_copy
 
 __all__ = [
     "ModuleState",
     "StateHolder",
     "extract_state_dict",
     "module_clone",
-    "module_detach_",
     "recover_state_dict",
     "stop_gradient",
 ]
@@ -203,12 +202,6 @@ def module_clone(
         return cast("T", target.clone_with(lambda part: module_clone(part, **modes)))
     _check_tree(target)
     return cast("T", pytree.map_tensors(take, target))
-
-
-def module_detach_(target: T) -> T:
-    """Detach a target from its history, as :func:`stop_gradient`, and return it."""
-    stop_gradient(target)
-    return target
 
 
 def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) -> None:

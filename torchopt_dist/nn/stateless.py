@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
+from torchopt_dist._types import TensorContainer
 from torchopt_dist.nn import _tensor_dicts
-from torchopt_dist.typing import TensorContainer
 
 __all__ = ["reparametrize", "swap_state"]
 

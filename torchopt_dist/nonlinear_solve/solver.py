@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._types import TensorTree
 from torchopt_dist.linear_solve.solver import NotConverged, SolverInfo, check_limits, report
-from torchopt_dist.typing import TensorTree
 
 __all__ = ["NonlinearSolver"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import _torch_private
-from torchopt_dist.typing import OptionalTensor
+from torchopt_dist._types import OptionalTensor
 
 __all__ = [
     "Factor",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import _torch_private
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import vjp
 from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
@@ -31,7 +32,6 @@ from torchopt_dist.ops._columns import (
     unflatten,
     widened,
 )
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Step", "pull", "run"]
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from torchopt_dist import _torch_private
+from torchopt_dist._types import Device
 from torchopt_dist.ops._remedy import remedy
-from torchopt_dist.typing import Device
 
 __all__ = ["accelerated_op_available", "is_available", "why_not"]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
-from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["Dtypes", "converted", "dtypes_of", "fitted", "have_same_dtypes"]
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState
 from torchopt_dist.optim._checkpoint import flatten_with_keys
 from torchopt_dist.optim._layout import COUNT, Layout, is_list
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptState
 
 __all__ = ["SHARED", "gather", "scatter"]
 

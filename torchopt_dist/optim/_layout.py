@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState
 from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
 from torchopt_dist.optim._dtypes import converted
-from torchopt_dist.typing import OptState
 
 __all__ = ["COUNT", "Layout", "counts", "fit_dtypes", "is_list", "layout_of", "sort_of"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist._types import ScalarOrSchedule, Schedule
 from torchopt_dist.transform._hyperparameters import check_at_least_zero, is_per_leaf
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import learning_rate_of, scale_by_learning_rate
-from torchopt_dist.typing import ScalarOrSchedule, Schedule
 
 __all__ = ["Schedules", "found", "with_learning_rate"]
 

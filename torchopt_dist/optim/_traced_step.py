@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._torch_private import traced_samples
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.nn._traced_module import named_parameters, replace_parameters
 from torchopt_dist.transform.apply_updates import apply_updates
-from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["traced_begin", "traced_step"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchopt_dist._types import OptState
 from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of, restore_state
 from torchopt_dist.optim._layout import COUNT
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptState
 
 __all__ = ["is_of_an_optimizer", "trained_states"]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, ScalarOrSchedule, TensorTree, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.optim._signatures import arguments_of
@@ -26,7 +27,6 @@ from torchopt_dist.transform._hyperparameters import (
 )
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import GradientTransformation, chain
-from torchopt_dist.typing import OptState, Params, ScalarOrSchedule, TensorTree, Updates
 
 __all__ = ["Adafactor", "AdafactorState", "MetaAdafactor", "adafactor"]
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from torchopt_dist._types import Params, ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.optim._signatures import arguments_of
@@ -19,7 +20,6 @@ from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import GradientTransformation, chain
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_rss import scale_by_rss
-from torchopt_dist.typing import Params, ScalarOrSchedule, TensorTree
 
 __all__ = ["Adagrad", "MetaAdagrad", "adagrad"]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
@@ -15,7 +16,6 @@ from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import GradientTransformation, chain
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.scale_by_adamax import scale_by_adamax
-from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["Adamax", "MetaAdamax", "adamax"]
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torchopt_dist import pytree
+from torchopt_dist._types import Numeric, ScalarOrSchedule, Schedule
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
@@ -25,7 +26,6 @@ from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, pen
 from torchopt_dist.transform.base import GradientTransformation, chain
 from torchopt_dist.transform.scale import scale, scale_by_learning_rate, scale_by_schedule
 from torchopt_dist.transform.scale_by_adan import scale_by_adan
-from torchopt_dist.typing import Numeric, ScalarOrSchedule, Schedule
 
 __all__ = ["Adan", "MetaAdan", "adan"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.optim import _recording_mode
 from torchopt_dist.optim._checkpoint import flatten_with_keys, restore_state
 from torchopt_dist.optim._trained_state import is_of_an_optimizer
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
-from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["DifferentiableOptimizer", "differentiable"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._evaluation import is_evaluating, need_gradients
+from torchopt_dist._types import OptState, Params
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.optim._checkpoint import flatten_state, restore_state
@@ -18,7 +19,6 @@ from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dty
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation, no_transformation
-from torchopt_dist.typing import OptState, Params
 
 if TYPE_CHECKING:
     from typing import Self

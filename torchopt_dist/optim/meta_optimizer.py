@@ -20,6 +20,7 @@ from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
 from torchopt_dist._formulas.attention import attention_by_formula, without_fast_path
 from torchopt_dist._torch_private import gradients_are_traced, transforms_are_active, vmaps
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
@@ -36,7 +37,6 @@ from torchopt_dist.optim._trained_state import is_of_an_optimizer, trained_state
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptionalTensor, OptState
 
 if TYPE_CHECKING:
     from typing import Self

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchopt_dist._types import Params, ScalarOrSchedule
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
@@ -19,7 +20,6 @@ from torchopt_dist.transform.base import GradientTransformation, chain
 from torchopt_dist.transform.orthogonalize import orthogonalize
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.trace import TraceState
-from torchopt_dist.typing import Params, ScalarOrSchedule
 
 __all__ = ["MetaMuon", "Muon", "muon"]
 

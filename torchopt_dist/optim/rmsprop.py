@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.ops._rmsprop import rmsprop as rmsprop_op
 from torchopt_dist.ops._rmsprop import rmsprop_
 from torchopt_dist.optim._signatures import arguments_of
@@ -25,7 +26,6 @@ from torchopt_dist.transform.scale_by_rms import (
     scale_by_stddev,
 )
 from torchopt_dist.transform.trace import TraceState, check_momentum, trace
-from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["MetaRMSprop", "RMSprop", "rmsprop"]
 

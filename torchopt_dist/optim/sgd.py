@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
 from torchopt_dist.optim._layout import COUNT, counts
@@ -19,7 +20,6 @@ from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.trace import TraceState, check_momentum, trace
-from torchopt_dist.typing import ScalarOrSchedule
 
 __all__ = ["SGD", "MetaSGD", "sgd"]
 
@@ -120,7 +120,11 @@ def _is_unmoved(held: dict[str, Any]) -> bool:
 
 
 class MetaSGD(MetaOptimizer, transformation=sgd, moment_requires_grad=True):
-    """Stochastic gradient descent that one can differentiate through."""
+    """Stochastic gradient descent that one can differentiate through.
+
+    The name is TorchOpt's. For the method Meta-SGD, which learns a rate for each entry, pass it the rates of
+    ``todist.learned(module, lr=0.1, entries=True)``.
+    """
 
     @arguments_of(sgd)
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:

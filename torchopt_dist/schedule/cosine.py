@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from torchopt_dist._types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import between, cosine, fall, progress, scalar
 from torchopt_dist.schedule._validation import check_steps, check_value
 from torchopt_dist.schedule.join import join_schedules
 from torchopt_dist.schedule.polynomial import linear_schedule
-from torchopt_dist.typing import Numeric, Schedule
 
 __all__ = ["cosine_decay", "warmup_cosine"]
 

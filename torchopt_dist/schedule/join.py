@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchopt_dist._types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import clamp
 from torchopt_dist.schedule._validation import check_steps
-from torchopt_dist.typing import Numeric, Schedule
 
 __all__ = ["join_schedules"]
 

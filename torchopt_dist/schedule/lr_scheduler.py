@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchopt_dist.typing import Numeric, Schedule
+from torchopt_dist._types import Numeric, Schedule
 
 __all__ = ["ScheduleLR"]
 

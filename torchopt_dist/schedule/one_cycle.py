@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
+from torchopt_dist._types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import scalar
 from torchopt_dist.schedule._validation import check_steps, check_value
 from torchopt_dist.schedule.cosine import _cosine
 from torchopt_dist.schedule.join import join_schedules
 from torchopt_dist.schedule.polynomial import linear_schedule
-from torchopt_dist.typing import Numeric, Schedule
 
 __all__ = ["one_cycle"]
 

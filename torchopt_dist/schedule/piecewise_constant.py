@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchopt_dist._types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import scalar, where
 from torchopt_dist.schedule._validation import check_steps, check_value
-from torchopt_dist.typing import Numeric, Schedule
 
 __all__ = ["piecewise_constant_schedule"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from torchopt_dist._types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import between, fall, progress, scalar
 from torchopt_dist.schedule._validation import check_steps, check_value
-from torchopt_dist.typing import Numeric, Schedule
 
 __all__ = ["linear_schedule", "polynomial_schedule"]
 

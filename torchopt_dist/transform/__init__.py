@@ -81,3 +81,8 @@ __all__ = [
     "trace",
     "zero_nan_hook",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, TensorTree, Updates
 from torchopt_dist.ops._columns import as_complex, as_real, check_tensors, pick, present, put
 from torchopt_dist.transform.base import GradientTransformation, of_elements
-from torchopt_dist.typing import OptState, Params, TensorTree, Updates
 
 __all__ = ["Formula", "check_dense", "counts", "elementwise", "filled", "first_state"]
 

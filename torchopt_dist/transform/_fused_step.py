@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptionalTensor, OptState, Params, ScalarOrSchedule, Updates
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number, is_schedule
 from torchopt_dist.transform._pulled_step import StepDerivative, leaves_of
 from torchopt_dist.transform._step_options import StepOptions
-from torchopt_dist.typing import OptionalTensor, OptState, Params, ScalarOrSchedule, Updates
 
 __all__ = ["FusedStep", "fused_step"]
 

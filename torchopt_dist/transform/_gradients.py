@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from torchopt_dist import _torch_private
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vmap import values_of
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["gradients", "gradients_missing"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._step_options import StepOptions
-from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["PulledStep", "Room", "StepBars", "StepDerivative", "leaves_of"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchopt_dist._formulas.attention import explain, is_attention
 from torchopt_dist._formulas.normalization_nodes import is_normalization, mend
 from torchopt_dist._torch_private import ends_gradients_graph, grad_of_loss, vmaps
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vmap import values_of
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["mend_recorded", "recorded_gradients", "update_by_own"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.typing import OptState, ScalarOrSchedule, Schedule
+from torchopt_dist._types import OptState, ScalarOrSchedule, Schedule
 
 __all__ = ["Rate", "StepOptions"]
 

@@ -6,6 +6,7 @@ from functools import partial
 from types import FunctionType
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, PerLeaf, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense
@@ -20,7 +21,6 @@ from torchopt_dist.transform._hyperparameters import (
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, identity, of_elements, stateless
 from torchopt_dist.transform.masked import Mask, choices_of
 from torchopt_dist.transform.scale import scale
-from torchopt_dist.typing import OptState, Params, PerLeaf, Updates
 
 __all__ = ["add_decayed_weights", "penalized"]
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptionalTensor, OptState, Params, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import PLAIN, are_alike, pick, present, put
 from torchopt_dist.transform._pulled_step import PulledStep, Room, StepBars
 from torchopt_dist.transform._recorded_gradients import update_by_own
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import learning_rate_of
-from torchopt_dist.typing import OptionalTensor, OptState, Params, Updates
 
 __all__ = [
     "apply_updates",

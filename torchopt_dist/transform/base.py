@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.transform._fused_step import FusedStep
 from torchopt_dist.transform._recorded_gradients import mend_recorded
-from torchopt_dist.typing import OptState, Params, Updates
 
 if TYPE_CHECKING:
     from typing import Self

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
-from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torchopt_dist._types import TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decay
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import TensorTree
 
 __all__ = ["EmaState", "ema"]
 

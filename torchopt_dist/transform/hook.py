@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist._vmap import values_of
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.transform.nan_to_num import check_replacements, replace_nonfinite
-from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["Hook", "nan_to_num_hook", "register_hook", "zero_nan_hook"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import _torch_private
+from torchopt_dist._types import Numeric, OptState, Params, Schedule, Updates
 from torchopt_dist._vmap import values_of
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import Numeric, OptState, Params, Schedule, Updates
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
 

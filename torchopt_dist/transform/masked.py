@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torchopt_dist import pytree
 from torchopt_dist._name_patterns import check_patterns, first_match
+from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.transform.base import GradientTransformation, no_transformation
-from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["Mask", "MaskedState", "choices_of", "masked"]
 
@@ -29,7 +29,7 @@ def masked(inner: GradientTransformation, mask: Mask = None) -> GradientTransfor
     """Apply a transformation to some leaves only.
 
     For all other leaves ``inner`` is given ``None``: it keeps no state for them, and their updates pass through as they
-    are. A transformation that combines all updates, as :func:`~torchopt_dist.clip_grad_norm` does in its norm, then
+    are. A transformation that combines all updates, as :func:`clip_grad_norm` does in its norm, then
     combines the chosen ones only.
 
     Args:

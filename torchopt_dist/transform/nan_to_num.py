@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.ops._columns import as_complex, as_real
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
-from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["check_replacements", "nan_to_num", "replace_nonfinite"]
 

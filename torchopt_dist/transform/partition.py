@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["Labels", "PartitionState", "partition"]
 
@@ -28,7 +28,7 @@ def partition(
 ) -> GradientTransformation:
     """Transform each leaf by the transformation of its label.
 
-    A transformation that combines all updates, as :func:`~torchopt_dist.clip_grad_norm` does in its norm, combines
+    A transformation that combines all updates, as :func:`clip_grad_norm` does in its norm, combines
     those of its label only.
 
     Args:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, PerLeaf, ScalarOrSchedule, Schedule, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._hyperparameters import (
@@ -24,7 +25,6 @@ from torchopt_dist.transform._hyperparameters import (
     times_per_leaf,
 )
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
-from torchopt_dist.typing import OptState, Params, PerLeaf, ScalarOrSchedule, Schedule, Updates
 
 __all__ = ["ScaleByScheduleState", "learning_rate_of", "scale", "scale_by_learning_rate", "scale_by_schedule"]
 

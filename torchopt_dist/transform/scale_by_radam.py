@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchopt_dist._types import TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.transform._elementwise import elementwise, first_state
@@ -18,7 +19,6 @@ from torchopt_dist.transform._hyperparameters import (
     is_number,
 )
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByRAdamState", "scale_by_radam"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+from torchopt_dist._types import TensorTree
 from torchopt_dist.ops._rmsprop import rmsprop
 from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import (
@@ -14,7 +15,6 @@ from torchopt_dist.transform._hyperparameters import (
     check_start,
 )
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByRmsState", "ScaleByStddevState", "scale_by_rms", "scale_by_stddev"]
 

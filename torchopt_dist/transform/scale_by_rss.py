@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchopt_dist._types import TensorTree
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.transform._elementwise import check_dense, elementwise, first_state
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_start
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import TensorTree
 
 __all__ = ["ScaleByRssState", "scale_by_rss"]
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
-from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["scale_by_trust_ratio"]
 

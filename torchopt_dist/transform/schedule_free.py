@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptState, Params, TensorTree, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import counts
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decay
 from torchopt_dist.transform.average_params import share_of_newest
 from torchopt_dist.transform.base import GradientTransformation, no_transformation
-from torchopt_dist.typing import OptState, Params, TensorTree, Updates
 
 __all__ = ["ScheduleFreeState", "schedule_free"]
 

@@ -167,7 +167,7 @@ def test_objects_that_exit_when_they_are_sent_or_rebuilt_end_no_wait(world):
                 (len, ([ExitsWhenItIsSent()],), "SystemExit: 4"),
                 (ExitsWhenItIsSent, (), "SystemExit: 4"),
             ):
-                with pytest.raises(todist.SerializationError, match=text):
+                with pytest.raises(todist.errors.SerializationError, match=text):
                     todist.remote_sync_call(function, args=args, partitioner=worker, timeout=30)
 
     world(2).on_zero(body)

@@ -42,25 +42,25 @@ def _broken(x):
 def test_what_cannot_be_connected_is_an_error(world):
     def body():
         x, _ = vectors()
-        with pytest.raises(todist.SerializationError, match="only dense tensors"):
+        with pytest.raises(todist.errors.SerializationError, match="only dense tensors"):
             remote(cube)(torch.eye(3).to_sparse().requires_grad_())
-        with pytest.raises(todist.SerializationError, match=r"torch\.func"):
+        with pytest.raises(todist.errors.SerializationError, match=r"torch\.func"):
             torch.func.grad(remote(cube))(x)
-        with pytest.raises(todist.SerializationError, match=r"inside a torch\.func transform"):
+        with pytest.raises(todist.errors.SerializationError, match=r"inside a torch\.func transform"):
             torch.func.vmap(remote(cube))(torch.ones(2, 3))
         rows = torch.randn(2, 3)
-        with pytest.raises(todist.SerializationError, match=r"inside a torch\.func transform"):
+        with pytest.raises(todist.errors.SerializationError, match=r"inside a torch\.func transform"):
             torch.func.vmap(remote(cube, worker=0))(rows)
         module = torch.nn.Linear(3, 1)  # takes no part
         for worker in (0, 1):
             for transform in (torch.func.grad, torch.func.vmap):
-                with pytest.raises(todist.SerializationError, match=r"inside a torch\.func transform"):
+                with pytest.raises(todist.errors.SerializationError, match=r"inside a torch\.func transform"):
                     transform(lambda x, to=worker: (x * _first(module, 2.0, to)).sum())(torch.ones(3))
         plain = todist.parallelize(0, todist.sum_reducer, isolate_own_share=False)(cube)
         torch.testing.assert_close(torch.func.vmap(plain)(rows), (rows**3).sum(1))
         with (
             torch.autograd.forward_ad.dual_level(),
-            pytest.raises(todist.SerializationError, match="forward-mode"),
+            pytest.raises(todist.errors.SerializationError, match="forward-mode"),
         ):
             remote(cube)(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)))
 

@@ -269,11 +269,11 @@ def test_a_backward_runs_under_the_state_of_the_thread_that_calls_it(world):
         assert expected[0] == 512 + 10
 
         def nested(w, x):
-            return todist.remote_call(2, loss, w, x)
+            return todist.remote_call(loss, 2, w, x)
 
         for rank in range(3):
-            assert derivatives(lambda w, x, rank=rank: todist.remote_call(rank, loss, w, x)) == expected
-        assert derivatives(lambda w, x: todist.remote_call(1, nested, w, x)) == expected
+            assert derivatives(lambda w, x, rank=rank: todist.remote_call(loss, rank, w, x)) == expected
+        assert derivatives(lambda w, x: todist.remote_call(nested, 1, w, x)) == expected
 
     world(3).on_zero(body)
 

@@ -43,7 +43,7 @@ def test_a_batch_of_gradients_is_an_error_and_leaves_no_graph(world):
             for create_graph in (False, True):
                 x, _ = vectors()
                 y = remote(torch.exp, worker)(x)
-                with pytest.raises(todist.SerializationError, match="is_grads_batched=True"):
+                with pytest.raises(todist.errors.SerializationError, match="is_grads_batched=True"):
                     torch.autograd.grad(
                         y, x, torch.eye(5).double(), is_grads_batched=True, create_graph=create_graph
                     )
@@ -116,7 +116,7 @@ def test_a_backward_that_fails_leaves_nothing_for_the_next_one(world, fails, fan
 def test_a_nested_backward_that_fails_on_a_worker_leaves_nothing_there(world):
     def body():
         x, _ = vectors()
-        todist.remote_call(1, _threads_stay)
+        todist.remote_call(_threads_stay, 1)
         (loss,) = todist.remote_sync_call(_fails_before_nested, args=(x,), partitioner=1)
         with pytest.raises(ArithmeticError):
             loss.backward()

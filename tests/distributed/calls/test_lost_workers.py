@@ -155,7 +155,7 @@ def test_a_graph_that_is_retained_is_made_again_for_each_backward_after_a_loss(w
         x = torch.full((), 3.0, requires_grad=True)
         (value,) = todist.remote_sync_call(cube, args=(tmp_path, x), partitioner=1, retries=1)
         with pytest.raises(todist.WorkerLostError):
-            todist.remote_call(1, signal.raise_signal, signal.SIGKILL)
+            todist.remote_call(signal.raise_signal, 1, signal.SIGKILL)
         for _ in range(3):
             (grad,) = torch.autograd.grad(value, x, retain_graph=True)
             assert grad.item() == 27.0
@@ -308,7 +308,7 @@ def draws(folder, which):
         time.sleep(1)
     first = torch.rand(())
     if which == 2:
-        todist.remote_call(0, time.sleep, 0.3)
+        todist.remote_call(time.sleep, 0, 0.3)
     numbers = [first]
     for _ in range(8):
         time.sleep(0.05)

@@ -154,7 +154,7 @@ def test_a_result_is_no_memory_of_the_callers_or_of_another_result(elements, is_
         def result(function, *args):
             if is_async:
                 return todist.remote_async_call(function, args=args, partitioner=0).wait()[0]
-            return todist.remote_call(0, function, *args)
+            return todist.remote_call(function, 0, *args)
 
         results = [
             result(lambda x: x, leaf),
@@ -166,7 +166,7 @@ def test_a_result_is_no_memory_of_the_callers_or_of_another_result(elements, is_
             result(lambda x: x.weight.view(-1), module),
             result(lambda x: x, todist.put(kept)),
             result(lambda x: x[1:], todist.put(kept)),
-            result(lambda x: x.weight, todist.replica(mirrored, optimizer)),
+            result(lambda x: x.weight, todist.mirror(mirrored, optimizer)),
             result(held, elements),
             *result(lambda x: (x * 2, (x * 2).view(-1)), leaf),
             *result(lambda x: (lambda y: (y, y.view(-1), y[:1]))(x * 2), leaf),
@@ -190,7 +190,7 @@ def test_a_result_can_be_changed_in_place_before_backward(world, rank):
     def body():
         x = torch.full((LARGE,), 2.0, requires_grad=True)
         for function, slope in ((lambda x: x, 3.0), (torch.exp, 3 * np.exp(2.0)), (lambda x: x * 2, 6.0)):
-            result = todist.remote_call(rank, function, x)
+            result = todist.remote_call(function, rank, x)
             result.mul_(3)
             (gradient,) = torch.autograd.grad(result.sum(), x)
             torch.testing.assert_close(gradient, torch.full_like(x, slope))
@@ -241,7 +241,7 @@ def test_an_asynchronous_own_share_has_the_tensors_of_the_moment_of_the_call():
 def test_what_cannot_be_rebuilt_is_an_error_that_says_what_helps():
     def body():
         lock, seen = threading.Lock(), []
-        with pytest.raises(todist.SerializationError, match="lock") as caught:
+        with pytest.raises(todist.errors.SerializationError, match="lock") as caught:
             todist.remote_sync_call(lambda: lock, partitioner=0)
         assert "isolate_own_share=False" in caught.value.__notes__[0]
         todist.remote_sync_call(lambda: seen.append(lock), partitioner=0, isolate_own_share=False)
@@ -318,7 +318,7 @@ def test_gradients_of_two_leaves_are_added_to_each_on_its_own():
     def body():
         x, y = (torch.linspace(0, 1, size, requires_grad=True) for size in (5, 5))
         for call in (
-            lambda: sum(todist.remote_call(0, torch.flatten, each) for each in (x, y)),
+            lambda: sum(todist.remote_call(torch.flatten, 0, each) for each in (x, y)),
             lambda: sum(todist.map(torch.flatten, [x, y])),
             lambda: todist.map(torch.flatten, [x, y], reducer=todist.sum_reducer),
         ):

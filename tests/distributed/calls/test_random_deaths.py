@@ -88,10 +88,10 @@ def run(seed: int, *, retries: bool) -> str:
     program: Program = draw(seed, WORKERS)
     program = replace(program, code=retried(program.code) if retries else without_failures(program.code))
     for rank in range(WORKERS):
-        todist.remote_call(rank, set_thresholds, program.thresholds)
+        todist.remote_call(set_thresholds, rank, program.thresholds)
     for rank in chance.sample(range(1, WORKERS), chance.randint(1, WORKERS - 1)):
         number = chance.choice([1, 1, 2, 2, 3, 4, 5, 7, 10])
-        todist.remote_call(rank, die_at, number, before=chance.random() < 0.5)
+        todist.remote_call(die_at, rank, number, before=chance.random() < 0.5)
     runner = There()
     found = None
     began = time.monotonic()
@@ -105,7 +105,7 @@ def run(seed: int, *, retries: bool) -> str:
     alive = [0]
     for rank in range(1, WORKERS):
         try:
-            todist.remote_call(rank, live_on)
+            todist.remote_call(live_on, rank)
             alive.append(rank)
         except todist.WorkerLostError:
             pass

@@ -51,9 +51,12 @@ def trained(partitioner, steps=STEPS):
 def with_losses(seed, losses):
     """Train once undisturbed, and then once for each loss: how many trainings had other parameters at their end."""
     chance = random.Random(seed)
-    splits = {"one part each": todist.batch_partitioner, "tasks": todist.exclusive_batch_partitioner}
+    splits = {
+        "one part each": todist.batch_partitioner,
+        "tasks": todist.dim_partitioner(0, exclusive=True, keepdim=True),
+    }
     split = splits[chance.choice(list(splits))]
-    processes = {rank: todist.remote_call(rank, os.getpid) for rank in range(1, WORKERS)}
+    processes = {rank: todist.remote_call(os.getpid, rank) for rank in range(1, WORKERS)}
     undisturbed = trained(split)
     began = time.monotonic()
     assert all(map(torch.equal, trained(split), undisturbed))

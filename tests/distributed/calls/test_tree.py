@@ -53,7 +53,7 @@ def gradients_are_those_of_finite_differences():
     for size, fan_out in ((3, 1), (8, 2)):
         if size == 8:  # the three numbers go in three chunks, and so do their gradients
             for worker in range(size):
-                todist.remote_call(worker, cut_from, 0, 8)
+                todist.remote_call(cut_from, worker, 0, 8)
         call = todist.parallelize(to_each(size), todist.sum_reducer, fan_out=fan_out)(wave)
         assert gradcheck(call, (x, scales))
         assert gradgradcheck(call, (x, scales))
@@ -63,7 +63,7 @@ def gradients_are_those_of_finite_differences():
         len(bytes_to_the_caller(profile)) >= fan_out * 5
     )  # replies to the call, chunks, replies to the backward
     for worker in range(size):
-        todist.remote_call(worker, cut_from, SMALL, CHUNK)
+        todist.remote_call(cut_from, worker, SMALL, CHUNK)
 
 
 def cut_from(small, chunk):
@@ -164,11 +164,11 @@ def workers_without_others_below_are_called_as_by_a_star():
     parents = {parent for parent, _ in edges(tree(0, range(1, 8), hosts, 2))}
     for refusing, error in (({*range(8)} - parents, None), ({max(parents)}, AssertionError)):
         for worker in refusing:
-            todist.remote_call(worker, refuse_to_relay, True)
+            todist.remote_call(refuse_to_relay, worker, True)
         with nullcontext() if error is None else pytest.raises(error, match="is asked to hand on"):
             derivatives(2, model)
         for worker in refusing:
-            todist.remote_call(worker, refuse_to_relay, False)
+            todist.remote_call(refuse_to_relay, worker, False)
 
 
 def shifted(buffer, small, rank):
@@ -271,7 +271,7 @@ def kept_after_collection():
 
 def no_graph_is_left(workers):
     deadline = time.monotonic() + 20
-    while any(left := [todist.remote_call(worker, kept_after_collection) for worker in workers]):
+    while any(left := [todist.remote_call(kept_after_collection, worker) for worker in workers]):
         assert time.monotonic() < deadline, left
 
 
@@ -353,7 +353,7 @@ def test_a_relay_that_dies_fails_the_call_by_name_and_the_others_go_on(world, tr
             )(doomed)
             assert call(x, -1, "") == len(alive)
             victim = alive[1 if moment == "before" else 2]
-            todist.remote_call(victim, kill_when, moment)
+            todist.remote_call(kill_when, victim, moment)
             with pytest.raises(WorkerLostError, match=f"rank {victim} died"):
                 call(x, victim, moment).backward()
             assert x.grad is None
@@ -447,7 +447,7 @@ def test_with_retries_a_relay_that_dies_changes_no_result(world, transport):
         for number, moment in enumerate(moments):
             victim = alive[3 if number % 2 else 1]  # a child of the caller, or one of its child
             if moment == "asynchronous":
-                todist.remote_call(victim, kill_when, "while")
+                todist.remote_call(kill_when, victim, "while")
                 later = todist.parallelize_async(to_each(size), todist.sum_reducer, **options)(noisy)
                 torch.manual_seed(3)
                 one, other = wide.detach().clone(), small.detach().clone()
@@ -456,7 +456,7 @@ def test_with_retries_a_relay_that_dies_changes_no_result(world, transport):
                 other.zero_()
                 found = [future.wait().square()]
             else:
-                todist.remote_call(victim, kill_when, moment)
+                todist.remote_call(kill_when, victim, moment)
                 found = all_derivatives(call, wide, small, (victim, moment))
             alive.remove(victim)
             assert todist.alive() == tuple(alive), moment

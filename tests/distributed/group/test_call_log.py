@@ -43,7 +43,7 @@ def logged_calls():
         forward = [line for line in handler.lines if line.startswith("scaled")]
         todist.remote_async_call(scaled, args=(2.0, 3.0), partitioner=1).wait()
         with pytest.raises(KeyError):
-            todist.remote_call(1, fails, 1.0)
+            todist.remote_call(fails, 1, 1.0)
     lines = [line for line in handler.lines if line.startswith(("scaled", "fails"))]
     return profile.spans, forward, lines
 
@@ -73,6 +73,6 @@ def test_without_a_reader_nothing_is_made(monkeypatch):
 
     @todist.auto_init_rpc()
     def main():
-        return todist.remote_call(0, abs, -1)
+        return todist.remote_call(abs, 0, -1)
 
     assert main() == 1

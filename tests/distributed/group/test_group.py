@@ -46,7 +46,7 @@ def test_modules_hold_no_state():
             own = type(value).__module__.startswith(distributed.__name__) and not isinstance(value, type)
             if (isinstance(value, STATE) or own) and not name.startswith("__"):
                 found.append(f"{place}.{name}")
-    partitioners = {"partition.batch_partitioner", "partition.exclusive_batch_partitioner"}
+    partitioners = {"partition.batch_partitioner", "partition.tasks"}
     assert {name for name in found if not name.startswith("partition.")} <= MAY_HOLD
     assert partitioners <= set(found), "a function's settings are found, so state would be"
 
@@ -140,7 +140,7 @@ def test_a_backward_after_the_group_has_ended_is_an_error_that_says_so(again):
 
         def differentiate():
             with pytest.raises(
-                todist.NotInitializedError, match=r"kept by worker[01], and .* group has ended"
+                todist.errors.NotInitializedError, match=r"kept by worker[01], and .* group has ended"
             ):
                 unused.backward()
 
@@ -180,7 +180,7 @@ def test_a_world_of_one_leaves_nothing_either():
             reference = todist.auto_init_rpc()(main)()
             assert group_module._group is None
             assert ended(lambda reference=reference: reference() is None and not ours()), ours()
-        with pytest.raises(todist.NotInitializedError, match="no RPC group"):
+        with pytest.raises(todist.errors.NotInitializedError, match="no RPC group"):
             todist.remote_sync_call(rank_of_worker, partitioner=0)
         return todist.get_world_info().worker_name
 
@@ -190,7 +190,7 @@ def test_a_world_of_one_leaves_nothing_either():
 def error_of(function, *args, **options):
     try:
         function(*args, **options)
-    except todist.NotInitializedError as error:
+    except todist.errors.NotInitializedError as error:
         return str(error)
 
 

@@ -74,12 +74,12 @@ def test_a_thousand_calls_and_their_backward_take_few_threads(world, transport):
                 threads = max(threads, threading.active_count())
             results = [future.wait()[0] for future in futures]
             assert [result[0].item() for result in results] == list(range(total))
-            assert todist.remote_call(rank, most) <= LIMIT
+            assert todist.remote_call(most, rank) <= LIMIT
             assert threads <= 2 * LIMIT + 20
             if rank:
                 sum(results).sum().backward()
                 assert x.grad[0] == sum(range(total))
-                assert todist.remote_call(rank, most) <= LIMIT
+                assert todist.remote_call(most, rank) <= LIMIT
 
     world(2).run(body, transport=transport)
 

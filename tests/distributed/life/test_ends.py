@@ -315,7 +315,7 @@ def test_a_bad_name_on_one_rank_ends_all(tmp_path):
         todist.auto_init_rpc(worker_name_format=name)(rank_of_worker)()
 
     endings, _ = end_of(World(2, env={"TODIST_INIT_TIMEOUT": "2"}, rpc=False), tmp_path, program, seconds=5)
-    assert isinstance(endings[1].error, todist.InitializationError)
+    assert isinstance(endings[1].error, todist.errors.InitializationError)
     assert "''" in str(endings[1].error)
 
 

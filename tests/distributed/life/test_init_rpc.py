@@ -155,7 +155,7 @@ def test_auto_init_rpc_inside_main_cannot_ask_for_another_group(world):
             ({"rpc_backend_options": options}, "rpc_backend_options"),
             ({"backend": rpc.BackendType.TENSORPIPE}, "backend"),
         ):
-            with pytest.raises(todist.InitializationError, match=f"asks for another {told}"):
+            with pytest.raises(todist.errors.InitializationError, match=f"asks for another {told}"):
                 todist.auto_init_rpc(**settings)(rank_of_worker)()
         return todist.auto_init_rpc()(rank_of_worker)()
 
@@ -173,7 +173,7 @@ def test_a_program_that_has_called_init_rpc_is_told():
     started = time.monotonic()
     ending = World(1, rpc=False).endings(program)[0]
     assert time.monotonic() - started < soon(5)
-    assert isinstance(ending.error, todist.InitializationError)
+    assert isinstance(ending.error, todist.errors.InitializationError)
     assert "must not" in str(ending.error)
     assert "init_rpc" in str(ending.error)
 
@@ -227,7 +227,9 @@ def test_plain_python_is_a_world_of_one_in_which_everything_works():
 
         parallel = todist.parallelize(todist.batch_partitioner, todist.mean_reducer)(loss_fn)
         assert close(torch.autograd.grad(parallel(model, batch), list(model.parameters())))
-        by_sample = todist.parallelize(todist.exclusive_batch_partitioner, todist.mean_reducer)(loss_fn)
+        by_sample = todist.parallelize(
+            todist.dim_partitioner(0, exclusive=True, keepdim=True), todist.mean_reducer
+        )(loss_fn)
         assert close(torch.autograd.grad(by_sample(model, batch), list(model.parameters())))
         with todist.autograd.context() as context_id:
             loss = parallel(model, batch)
@@ -248,7 +250,7 @@ def test_plain_python_is_a_world_of_one_in_which_everything_works():
         alone()
         return todist.auto_init_rpc()(main)(), os.environ.get("MASTER_PORT")
 
-    assert World(1, rpc=False).run(program) == [(todist.WorldInfo(1, 0, 1, 0, "worker0"), None)]
+    assert World(1, rpc=False).run(program) == [(todist.typing.WorldInfo(1, 0, 1, 0, "worker0"), None)]
 
 
 def test_an_error_in_a_world_of_one_is_the_program_s_own():

@@ -51,7 +51,7 @@ def test_workers_are_called_by_the_names_that_the_program_gives(world, worker_na
 def test_a_bad_name_is_told_on_every_rank(world, worker_name_format, told):
     endings = world(2).endings(rank_of_worker, worker_name_format=worker_name_format, timeout=100)
     for ending in endings:
-        assert isinstance(ending.error, todist.InitializationError), ending
+        assert isinstance(ending.error, todist.errors.InitializationError), ending
         for words in told:
             assert words in str(ending.error)
 
@@ -123,7 +123,7 @@ def test_a_missing_address_is_told(variable):
         todist.auto_init_rpc()(rank_of_worker)()
 
     for ending in World(2, rpc=False).endings(program):
-        assert isinstance(ending.error, todist.InitializationError)
+        assert isinstance(ending.error, todist.errors.InitializationError)
         assert f"{variable} is missing" in str(ending.error)
         assert "WORLD_SIZE is 2" in str(ending.error)
 

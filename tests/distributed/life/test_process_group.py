@@ -106,7 +106,7 @@ def test_what_cannot_be_is_told(world):
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             try:
                 todist.auto_init_rpc(process_group=name)(lambda: None)()
-            except todist.InitializationError as error:
+            except todist.errors.InitializationError as error:
                 told.append(str(error))
         return told
 

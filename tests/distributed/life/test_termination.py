@@ -13,7 +13,7 @@ import torchopt_dist as todist
 from tests.processes import World, start_python
 from tests.waits import say, wait_until, watch
 from torchopt_dist.distributed.life import interruption
-from torchopt_dist.launch._processes import handles
+from torchopt_dist.launching._processes import handles
 
 SECONDS = 0.3
 """In place of those that `finally` blocks have after a loss."""
@@ -21,7 +21,7 @@ SECONDS = 0.3
 
 def terminate_all_soon():
     """Send SIGTERM to both ranks, as a scheduler does."""
-    pids = [os.getpid(), todist.remote_call(1, os.getpid)]
+    pids = [os.getpid(), todist.remote_call(os.getpid, 1)]
 
     def send():
         time.sleep(0.1)

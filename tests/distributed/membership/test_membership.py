@@ -38,14 +38,16 @@ def test_every_rank_knows_all_the_members(lines, names):
 def test_two_workers_of_one_name_are_told_to_all(lines):
     line = lines("a", "b", "a", joined=False)
     for future in line.join():
-        with pytest.raises(todist.InitializationError, match=r"ranks 0 and 2 the same name 'a'.*unique"):
+        with pytest.raises(
+            todist.errors.InitializationError, match=r"ranks 0 and 2 the same name 'a'.*unique"
+        ):
             future.result()
 
 
 def test_a_rank_that_does_not_join_is_an_error_in_time(lines):
     line = lines("a", "b", "c", joined=False)
     for future in line.join(ranks=(0, 2), timeout=0.2):
-        with pytest.raises((todist.InitializationError, TimeoutError), match=r"waited 0\.2 s"):
+        with pytest.raises((todist.errors.InitializationError, TimeoutError), match=r"waited 0\.2 s"):
             future.result()
 
 
@@ -56,7 +58,9 @@ def test_a_hub_that_is_not_there_is_named(lines):
         port = unused.getsockname()[1]
     line.store.tell("membership", json.dumps({"host": "127.0.0.1", "port": port}))
     line.store.make_token("membership")
-    with pytest.raises(todist.InitializationError, match=rf"rank 1 cannot reach .*127\.0\.0\.1:{port}"):
+    with pytest.raises(
+        todist.errors.InitializationError, match=rf"rank 1 cannot reach .*127\.0\.0\.1:{port}"
+    ):
         line.ends[1].join(line.store, "127.0.0.1", 1.0)
     # So that the fixture can close it as any other.
     line.store.plain.delete_key("membership")
@@ -275,7 +279,9 @@ def test_workers_that_differ_in_on_loss_are_told(lines):
     line = lines("a", "b", joined=False)
     line.ends[1].me = dataclasses.replace(line.ends[1].me, on_loss="continue")
     for future in line.join():
-        with pytest.raises(todist.InitializationError, match="on_loss must be the same on all workers"):
+        with pytest.raises(
+            todist.errors.InitializationError, match="on_loss must be the same on all workers"
+        ):
             future.result()
 
 

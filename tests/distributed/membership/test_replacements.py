@@ -103,13 +103,13 @@ def test_who_is_refused(lines, newcomers):
     line = lines("a", "b", on_loss="replace")
     lose(line, 1)
     for incarnation in (0, -1):
-        with pytest.raises(todist.InitializationError, match="the others go on without this rank"):
+        with pytest.raises(todist.errors.InitializationError, match="the others go on without this rank"):
             newcomers(line, 1, incarnation).join()
-    with pytest.raises(todist.InitializationError, match="the name that the rank has, 'b', got 'a'"):
+    with pytest.raises(todist.errors.InitializationError, match="the name that the rank has, 'b', got 'a'"):
         newcomers(line, 1, 1, name="a").join()
     other = lines("a", "b", on_loss="continue")
     lose(other, 1)
-    with pytest.raises(todist.InitializationError, match="the others go on without this rank"):
+    with pytest.raises(todist.errors.InitializationError, match="the others go on without this rank"):
         newcomers(other, 1, 1).join()
 
 

@@ -66,7 +66,7 @@ def test_no_gradient_comes_back_from_global_variables_and_the_first_call_says_so
     def body():
         ones, x = torch.ones(2), torch.ones(2, requires_grad=True)
         for worker in range(todist.get_world_size()):
-            value, texts = told(lambda worker=worker: todist.remote_call(worker, by_name, ones))
+            value, texts = told(lambda worker=worker: todist.remote_call(by_name, worker, ones))
             assert not value.requires_grad
             assert "`by_name` uses what is not among its arguments: model.weight, model.bias. " in texts[0]
 
@@ -116,7 +116,7 @@ def test_what_a_function_has_besides_global_variables_is_connected_however_it_is
         for name, (function, args, module, times) in calls.items():
             for options in ({}, {"fan_out": 1}):
                 module.zero_grad()
-                tasks = [todist.Partition(rank, args, None) for rank in range(todist.get_world_size())]
+                tasks = [todist.typing.Partition(rank, args, None) for rank in range(todist.get_world_size())]
                 value = todist.remote_sync_call(
                     function,
                     partitioner=lambda tasks=tasks: tasks,
@@ -150,7 +150,7 @@ def test_a_task_adapts_a_global_module_as_ever(world):
         for mode in (torch.no_grad, torch.enable_grad):
             for worker in range(todist.get_world_size()):
                 with mode():
-                    value, _ = told(lambda worker=worker: todist.remote_call(worker, adapted, x))
+                    value, _ = told(lambda worker=worker: todist.remote_call(adapted, worker, x))
                 assert not value.requires_grad
                 torch.testing.assert_close(value, expected)
 
@@ -174,15 +174,15 @@ def test_global_variables_of_more_than_a_megabyte_are_warned_of_once_by_name(wor
             (lambda x: x.sum() + len(text), (x,), "3.1 MB of global variables: `text` (3.1 MB). This"),
         ]
         for function, args, expected in cases:
-            call = functools.partial(todist.remote_call, 1, function, *args)
+            call = functools.partial(todist.remote_call, function, 1, *args)
             _, (first,) = told(call)
             assert "is sent as code, since the workers do not find it by name" in first
             assert expected in first
             assert "`todist.put`" in first
             assert told(call)[1] == []
-            assert told(functools.partial(todist.remote_call, 0, function, *args))[1] == []
+            assert told(functools.partial(todist.remote_call, function, 0, *args))[1] == []
 
         for function in (small, of_both):  # an argument is sent in any case
-            assert told(lambda f=function: todist.remote_call(1, f, x, large))[1] == []
+            assert told(lambda f=function: todist.remote_call(f, 1, x, large))[1] == []
 
     world(2).on_zero(body)

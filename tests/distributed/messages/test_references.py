@@ -37,7 +37,7 @@ def loss_of_local_value(reference, x):
 
 
 def loss_by_another_worker(reference, x):
-    return todist.remote_call((todist.get_rank() + 1) % 2, loss_of, reference, x)
+    return todist.remote_call(loss_of, (todist.get_rank() + 1) % 2, reference, x)
 
 
 def expected(order=1):
@@ -97,11 +97,11 @@ def _own_rrefs():
             loss = spread(inside)(reference, tasks())
             todist.autograd.backward(context_id, loss)
         same([param.grad for param in params], list(wanted[1]))
-    assert todist.remote_call(1, _about, reference) == (False, 0, "worker0", True)
+    assert todist.remote_call(_about, 1, reference) == (False, 0, "worker0", True)
     with torch.no_grad():
         params[-1].fill_(7.0)
-    assert todist.remote_call(1, _last_of_kept) == 7.0, "after its call, a reference is the RRef"
-    todist.remote_call(1, kept.clear)
+    assert todist.remote_call(_last_of_kept, 1) == 7.0, "after its call, a reference is the RRef"
+    todist.remote_call(kept.clear, 1)
 
 
 def _about(reference):
@@ -125,12 +125,12 @@ def _last_of_kept():
 
 def _put():
     reference, _, _ = of_all_kinds(todist.put)
-    assert todist.remote_call(1, lambda same: same.to_here()[0].in_features, reference) == 2
+    assert todist.remote_call(lambda same: same.to_here()[0].in_features, 1, reference) == 2
     reference.close()
-    with pytest.raises(todist.ResidentError, match="after it had been closed"):
+    with pytest.raises(todist.errors.ResidentError, match="after it had been closed"):
         reference.to_here()
     constant = todist.put(torch.arange(3.0))
-    assert todist.remote_call(1, lambda: constant.to_here() + constant.local_value()).tolist() == [0, 2, 4]
+    assert todist.remote_call(lambda: constant.to_here() + constant.local_value(), 1).tolist() == [0, 2, 4]
 
 
 def test_an_rref_of_the_caller_is_connected_to_the_call(world):
@@ -153,24 +153,24 @@ def _own_gradients():
 
 
 def _far_rrefs():
-    far = todist.remote_call(1, _own_network)
+    far = todist.remote_call(_own_network, 1)
     loss, wanted = expected()
     for function in (loss_of, loss_of_local_value, loss_by_another_worker):
         found = spread(function)(far, tasks())
-        assert todist.remote_call(1, _own_gradients) == [None] * 4
+        assert todist.remote_call(_own_gradients, 1) == [None] * 4
         found.backward()
-        same((found, todist.remote_call(1, _own_gradients)), (loss, list(wanted)))
+        same((found, todist.remote_call(_own_gradients, 1)), (loss, list(wanted)))
     with todist.autograd.context() as context_id:
         todist.autograd.backward(context_id, spread()(far, tasks()))
-    same(todist.remote_call(1, _own_gradients), list(wanted))
+    same(todist.remote_call(_own_gradients, 1), list(wanted))
 
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     scaled = spread(lambda held, x, scale: scale**2 * loss_of(held, x))(far, tasks(), scale)
     (slope,) = torch.autograd.grad(scaled, scale, create_graph=True)
     same(slope, 4 * loss)
-    assert todist.remote_call(1, _own_gradients) == [None] * 4, "they were not asked for"
+    assert todist.remote_call(_own_gradients, 1) == [None] * 4, "they were not asked for"
     slope.backward()
-    same((scale.grad, todist.remote_call(1, _own_gradients)), (2 * loss, [4 * grad for grad in wanted]))
+    same((scale.grad, todist.remote_call(_own_gradients, 1)), (2 * loss, [4 * grad for grad in wanted]))
 
     with torch.no_grad():
         same(spread(lambda held, x: held.to_here()(x).mean())(far, tasks()), network()(tasks()).mean())
@@ -178,7 +178,7 @@ def _far_rrefs():
         ValueError, match=r"an RRef of worker1 refers to what requires grad.*leave out retries"
     ):
         todist.remote_sync_call(loss_of, args=(far, tasks(1)[0]), partitioner=0, hedge_after=100)
-    todist.remote_call(1, kept.clear)
+    todist.remote_call(kept.clear, 1)
 
 
 def test_an_rref_of_another_worker_gives_that_worker_s_tensors_their_gradient(world):
@@ -187,7 +187,7 @@ def test_an_rref_of_another_worker_gives_that_worker_s_tensors_their_gradient(wo
 
 def test_the_value_is_in_a_message_once_and_its_modules_are_new_each_time():
     net = network()
-    reference = todist.Reference(net)
+    reference = todist.typing.Reference(net)
     message = pack([reference, {"net": net}, lambda: reference], main_by_name=True)
     assert len(message.tensors) == 4
     arrived, others, inside = unpack(message.detached().received())

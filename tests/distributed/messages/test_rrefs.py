@@ -55,13 +55,13 @@ def _calls():
                 ((got, is_owner),) = todist.remote_sync_call(function, args=(argument,), partitioner=worker)
                 assert got.tolist() == value
                 assert is_owner == (worker == owner)
-    assert todist.remote_call(1, _counts)["num_owner_rrefs"] > 0  # `far`
+    assert todist.remote_call(_counts, 1)["num_owner_rrefs"] > 0  # `far`
     holder = Holder(rpc.RRef(torch.tensor(3.0)))
     for _ in range(2):  # a structure that is sent once would have an old reference
         (moved,) = todist.remote_sync_call(holder, args=(torch.ones(1),), partitioner=2)
         (slope,) = torch.autograd.grad(moved, holder.scale.weight)
         assert slope.item() == 3.0
-    with pytest.raises(todist.SerializationError, match="cannot be sent"):
+    with pytest.raises(todist.errors.SerializationError, match="cannot be sent"):
         todist.remote_sync_call(_open, args=({"reference": (own,)}, (n for n in "x")), partitioner=1)
 
 
@@ -94,5 +94,5 @@ def test_rrefs_are_arguments_and_results(world):
 def test_only_torch_s_rpc_can_send_one():
     message = pack([1], main_by_name=True)
     message.references = [object()]
-    with pytest.raises(todist.SerializationError, match="ask for the transport 'rpc'"):
+    with pytest.raises(todist.errors.SerializationError, match="ask for the transport 'rpc'"):
         zmq._frames(message)

@@ -79,5 +79,5 @@ def test_a_task_whose_machine_of_rank_zero_is_unknown_is_told_what_to_set():
             del os.environ[name]
 
     for ending in World(2, enter=enter).endings(lambda: None):
-        assert isinstance(ending.error, todist.InitializationError)
+        assert isinstance(ending.error, todist.errors.InitializationError)
         assert "MASTER_ADDR is missing, and WORLD_SIZE is 2: set it in all tasks" in str(ending.error)

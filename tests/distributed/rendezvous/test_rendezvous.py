@@ -77,7 +77,7 @@ def test_what_an_earlier_run_has_left_does_not_matter(order):
 def test_a_hello_of_the_dead_is_not_taken_for_the_living():
     store = dist.HashStore()
     store.set("hello/1", "dead")
-    with pytest.raises(todist.InitializationError, match="missing: rank 1"):
+    with pytest.raises(todist.errors.InitializationError, match="missing: rank 1"):
         store_module._welcome(store, 2, time.monotonic() + 0.1)
     # It has been answered, and nobody has read the answer.
     assert store.check(["welcome/dead"])
@@ -92,14 +92,14 @@ def test_the_missing_are_named(monkeypatch):
         deadline = time.monotonic() + 0.2
         hub = threads.submit(store_module._welcome, store, 4, deadline)
         threads.submit(store_module._say_hello, store, 2, deadline)
-        with pytest.raises(todist.InitializationError) as caught:
+        with pytest.raises(todist.errors.InitializationError) as caught:
             hub.result()
     assert "0.2 s (TODIST_INIT_TIMEOUT) for all 4 workers; missing: rank 1, 3" in str(caught.value)
 
 
 def test_without_rank_zero_the_others_say_so(monkeypatch):
     monkeypatch.setenv("TODIST_INIT_TIMEOUT", "0.1")
-    with pytest.raises(todist.InitializationError, match=r"rank 3 waited 0\.1 s .* for rank 0"):
+    with pytest.raises(todist.errors.InitializationError, match=r"rank 3 waited 0\.1 s .* for rank 0"):
         store_module._say_hello(dist.HashStore(), 3, time.monotonic() + 0.1)
 
 
@@ -117,7 +117,7 @@ def test_the_timeout_is_read_when_asked(monkeypatch, text, seconds):
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf"])
 def test_a_bad_timeout_is_told(monkeypatch, text):
     monkeypatch.setenv("TODIST_INIT_TIMEOUT", text)
-    with pytest.raises(todist.InitializationError) as caught:
+    with pytest.raises(todist.errors.InitializationError) as caught:
         store_module.init_timeout()
     assert f"TODIST_INIT_TIMEOUT must be a positive number of seconds, got {text!r}" in str(caught.value)
 
@@ -126,7 +126,7 @@ def test_a_bad_timeout_is_told_on_every_rank():
     for ending in World(2, env={"TODIST_INIT_TIMEOUT": "soon"}, rpc=False).endings(
         todist.auto_init_rpc()(lambda: None)
     ):
-        assert isinstance(ending.error, todist.InitializationError)
+        assert isinstance(ending.error, todist.errors.InitializationError)
         assert "'soon'" in str(ending.error)
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
     started = time.monotonic()
     endings = World(3, env={"TODIST_INIT_TIMEOUT": "1"}, rpc=False).endings(program, timeout=100)
     for rank in (0, 2):
-        assert isinstance(endings[rank].error, todist.InitializationError)
+        assert isinstance(endings[rank].error, todist.errors.InitializationError)
         assert endings[rank].seconds >= 1
     assert time.monotonic() - started < 10
     assert "missing: rank 1" in str(endings[0].error)
@@ -184,7 +184,7 @@ def test_without_rank_zero_the_store_is_named():
 
     env = {"TODIST_INIT_TIMEOUT": "1", "MASTER_PORT": port}
     error = World(2, env=env, rpc=False).endings(program, timeout=100)[1].error
-    assert isinstance(error, todist.InitializationError)
+    assert isinstance(error, todist.errors.InitializationError)
     assert f"127.0.0.1:{port}" in str(error)
     assert "rank 1 of 2 cannot reach the store" in str(error)
 
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_named():
         env = {"TODIST_INIT_TIMEOUT": "2", "MASTER_PORT": port}
         endings = World(2, env=env, rpc=False).endings(todist.auto_init_rpc()(lambda: None), timeout=100)
     for ending in endings:
-        assert isinstance(ending.error, todist.InitializationError)
+        assert isinstance(ending.error, todist.errors.InitializationError)
         assert f":{port}" in str(ending.error)
 
 
@@ -261,7 +261,7 @@ def test_a_new_process_takes_the_nonce_of_the_run_that_is_there():
     outer = dist.PrefixStore("all", base)
     run = dist.PrefixStore("nonce", outer)
     hello = partial(store_module._say_hello, outer, 1, comes_late=True)
-    with pytest.raises(todist.InitializationError, match=r"rank 1 waited"):  # none runs yet
+    with pytest.raises(todist.errors.InitializationError, match=r"rank 1 waited"):  # none runs yet
         hello(time.monotonic() + 0.05)
     store_module.note_start(run, "nonce")
     assert hello(time.monotonic() + 5) == "nonce"

@@ -45,19 +45,23 @@ def test_a_note_that_a_stranger_has_written_is_refused_by_name(store, forge):
     notes.tell("where", "mine")
     notes.tell("elsewhere", "mine, too")
     store.set("where", forge(store))
-    with pytest.raises(todist.InitializationError, match=r"'where' .* another process .* TODIST_SECRET"):
+    with pytest.raises(
+        todist.errors.InitializationError, match=r"'where' .* another process .* TODIST_SECRET"
+    ):
         notes.told("where")
 
 
 def test_a_worker_without_the_others_secret_is_told(store):
     SealedStore(store, "run", SECRET).tell("where", "here")
-    with pytest.raises(todist.InitializationError, match=r"this worker has no secret.* on all nodes"):
+    with pytest.raises(todist.errors.InitializationError, match=r"this worker has no secret.* on all nodes"):
         SealedStore(store, "run").told("where")
 
 
 def test_a_short_secret_is_refused_before_anybody_is_met(monkeypatch):
     monkeypatch.setenv("TODIST_SECRET", "short")
-    with pytest.raises(todist.InitializationError, match=r"TODIST_SECRET must have at least 16.* got 5"):
+    with pytest.raises(
+        todist.errors.InitializationError, match=r"TODIST_SECRET must have at least 16.* got 5"
+    ):
         todist.auto_init_rpc()(lambda: None)()
 
 
@@ -71,7 +75,7 @@ def test_workers_of_one_machine_need_no_secret_to_be_given(store, monkeypatch):
             assert second.told("where") == ["here"]
     assert not path.parent.exists()
     store.set("where", ":there")
-    with pytest.raises(todist.InitializationError, match="another process"):
+    with pytest.raises(todist.errors.InitializationError, match="another process"):
         second.told("where")
 
 
@@ -84,7 +88,9 @@ def test_a_file_that_somebody_else_may_have_written_is_no_secret(store, monkeypa
             (tmp_path / path).write_bytes(SECRET)
         store.set("secret", str(tmp_path / path))
         with (
-            pytest.raises(todist.InitializationError, match=f"{path}.* cannot be read.* set TODIST_SECRET"),
+            pytest.raises(
+                todist.errors.InitializationError, match=f"{path}.* cannot be read.* set TODIST_SECRET"
+            ),
             open_store(store, "run", 1, True),
         ):
             pass

@@ -218,7 +218,7 @@ def test_a_notebook_s_functions_and_classes_travel_as_code(monkeypatch):
     function, layer = unpack(message)
     assert function(2) == 7
     assert layer.scale == 3
-    with pytest.raises(todist.SerializationError, match="cell"):
+    with pytest.raises(todist.errors.SerializationError, match="cell"):
         unpack(by_name)
 
 

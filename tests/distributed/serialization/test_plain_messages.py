@@ -135,7 +135,7 @@ def test_a_function_that_its_name_does_not_find_is_sent_with_its_code(monkeypatc
 
 
 def test_a_tensor_that_cannot_be_sent_is_told_also_of_a_plain_message():
-    with pytest.raises(todist.SerializationError, match="meta tensor of shape"):
+    with pytest.raises(todist.errors.SerializationError, match="meta tensor of shape"):
         pack(call_of(torch.empty(3, device="meta")), main_by_name=True)
 
 

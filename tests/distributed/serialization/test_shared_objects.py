@@ -174,7 +174,9 @@ def test_a_tensor_of_a_class_made_in_a_function_is_refused():
     class Local(torch.Tensor):
         pass
 
-    with pytest.raises(todist.SerializationError, match=r"Local cannot be sent: .* find that class by name"):
+    with pytest.raises(
+        todist.errors.SerializationError, match=r"Local cannot be sent: .* find that class by name"
+    ):
         pack([torch.ones(2).as_subclass(Local)], main_by_name=True)
     assert type(copied(torch.ones(2).as_subclass(Tagged))[0]) is Tagged
 
@@ -187,5 +189,5 @@ def test_a_tensor_class_of_a_main_that_the_worker_has_not_is_refused(monkeypatch
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     tensor = torch.ones(2).as_subclass(notebook.Mine)
     pack(tensor, main_by_name=True)
-    with pytest.raises(todist.SerializationError, match="Mine"):
+    with pytest.raises(todist.errors.SerializationError, match="Mine"):
         pack(tensor, main_by_name=False)

@@ -61,15 +61,18 @@ def test_what_cannot_be_sent_is_an_error_of_its_own_and_no_lost_worker(world, tr
         for rank in (0, 1):
             for maker, text in UNSENDABLE.values():
                 where = rf"arguments cannot be sent to worker{rank}: kwargs\['batch'\]\[1\]: .*{text}"
-                with pytest.raises(todist.SerializationError, match=where):
-                    todist.remote_call(rank, len, batch=[1, maker()])
+                with pytest.raises(todist.errors.SerializationError, match=where):
+                    todist.remote_call(len, rank, batch=[1, maker()])
                 call = todist.parallelize(rank, retries=1)(returns)
                 with pytest.raises(
-                    todist.SerializationError, match=rf"result cannot be sent: result\['x'\]\[0\]: .*{text}"
+                    todist.errors.SerializationError,
+                    match=rf"result cannot be sent: result\['x'\]\[0\]: .*{text}",
                 ):
                     call(maker)
-            with pytest.raises(todist.SerializationError, match=r"args\[1\]\.1\.weight: .* lazy module"):
-                todist.remote_call(rank, len, 0, nn.Sequential(nn.Flatten(), nn.LazyLinear(2)))
+            with pytest.raises(
+                todist.errors.SerializationError, match=r"args\[1\]\.1\.weight: .* lazy module"
+            ):
+                todist.remote_call(len, rank, 0, nn.Sequential(nn.Flatten(), nn.LazyLinear(2)))
         return todist.alive()
 
     assert world(2).on_zero(body, transport=transport, on_loss="continue") == (0, 1)

@@ -57,7 +57,7 @@ def test_strangers_at_the_port_are_refused_and_the_worker_lives(world):
         for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03", secrets.token_bytes(4096)):
             say(address, data)
         events = refused(address, None), refused(address, contact.key.encode())
-        assert todist.remote_call(1, echo, "well") == "well"
+        assert todist.remote_call(echo, 1, "well") == "well"
         return [event in (zmq.Event.HANDSHAKE_FAILED_AUTH, zmq.Event.DISCONNECTED) for event in events]
 
     assert world(2, env=ENCRYPTED).on_zero(body) == [True, True]
@@ -92,7 +92,7 @@ def test_what_is_lost_with_a_connection_is_sent_again(world, name):
             (got,) = future.wait()
             got.sum().backward()
             assert (x.grad == 2 * number).all()
-        numbers = todist.remote_call(1, count)
+        numbers = todist.remote_call(count, 1)
         todist.barrier()
         return numbers
 

@@ -106,9 +106,9 @@ def received_tensors_lie_at_64_bytes():
         x, value = torch.ones(size + 1)[1:].requires_grad_(), torch.ones(size + 1)[1:]
         module = Scaled(size)
         handle = todist.put(value)
-        replica = todist.replica(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        for given in (module, replica):
-            out = todist.remote_call(1, scaled, given, x, value, handle)
+        mirror = todist.mirror(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for given in (module, mirror):
+            out = todist.remote_call(scaled, 1, given, x, value, handle)
             gradients = torch.autograd.grad(
                 out.square().sum(), [x, *([module.weight] if given is module else [])]
             )
@@ -141,13 +141,13 @@ def an_exception_is_a_reply():
 def an_exit_is_a_reply():
     for code in (0, 1, "words"):
         with pytest.raises(todist.RemoteError, match="SystemExit"):
-            todist.remote_call(1, sys.exit, code)
-    assert todist.remote_call(1, echo, 1) == 1
+            todist.remote_call(sys.exit, 1, code)
+    assert todist.remote_call(echo, 1, 1) == 1
 
 
 def what_cannot_be_sent_back_is_an_error():
-    with pytest.raises(todist.SerializationError, match="lock"):
-        todist.remote_call(1, threading.Lock)
+    with pytest.raises(todist.errors.SerializationError, match="lock"):
+        todist.remote_call(threading.Lock, 1)
 
 
 def many_requests_are_in_flight_at_once():
@@ -201,7 +201,7 @@ def replies_come_in_another_order_to_those_who_wait():
 def calls_are_nested_after_short_ones():
     for _ in range(3):
         many_short_calls()
-        assert todist.remote_call(1, nested, 3) == [1, 0, 1, 0]
+        assert todist.remote_call(nested, 1, 3) == [1, 0, 1, 0]
 
 
 def one_who_is_interrupted_leaves_the_others():
@@ -219,7 +219,7 @@ def one_who_is_interrupted_leaves_the_others():
     try:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            todist.remote_call(1, wait_for_release, mine)
+            todist.remote_call(wait_for_release, 1, mine)
     finally:
         thread.join(30)
         signal.signal(signal.SIGINT, before)
@@ -244,7 +244,7 @@ def gradients_of_order_1_and_2():
     weight = torch.randn(2, 2, dtype=torch.float64, requires_grad=True)
 
     def remote(x, weight):
-        return todist.remote_call(1, lambda x, w: ((x @ w).sin() * x, w.exp()), x, weight)
+        return todist.remote_call(lambda x, w: ((x @ w).sin() * x, w.exp()), 1, x, weight)
 
     assert gradcheck(remote, (x, weight))
     assert gradgradcheck(remote, (x, weight))
@@ -252,26 +252,26 @@ def gradients_of_order_1_and_2():
 
 def gradients_of_a_large_tensor():
     x = torch.randn(300, 300, requires_grad=True)
-    (todist.remote_call(1, torch.Tensor.pow, x, 3)).sum().backward()
+    (todist.remote_call(torch.Tensor.pow, 1, x, 3)).sum().backward()
     torch.testing.assert_close(x.grad, 3 * x.detach() ** 2)
 
 
 def nested(depth):
     rank = todist.get_rank()
-    return [rank, *(todist.remote_call(1 - rank, nested, depth - 1) if depth else [])]
+    return [rank, *(todist.remote_call(nested, 1 - rank, depth - 1) if depth else [])]
 
 
 def calls_can_be_nested_deeply():
-    assert todist.remote_call(1, nested, 40) == [(1 + i) % 2 for i in range(41)]
+    assert todist.remote_call(nested, 1, 40) == [(1 + i) % 2 for i in range(41)]
 
 
 class AsksWhileItIsRebuilt:
     def __reduce__(self):
-        return todist.remote_call, (1, echo, "asked")
+        return todist.remote_call, (echo, 1, "asked")
 
 
 def a_result_asks_while_it_is_rebuilt():
-    assert todist.remote_call(1, AsksWhileItIsRebuilt) == "asked"
+    assert todist.remote_call(AsksWhileItIsRebuilt, 1) == "asked"
 
 
 def calls_may_be_asynchronous():
@@ -284,7 +284,7 @@ def calls_may_come_from_threads():
 
     def work(number):
         x = torch.full((10 ** (number % 6),), float(number), requires_grad=True)
-        todist.remote_call(1, torch.Tensor.square, x).sum().backward()
+        todist.remote_call(torch.Tensor.square, 1, x).sum().backward()
         got[number] = bool((x.grad == 2 * number).all())
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(24)]
@@ -298,9 +298,9 @@ def calls_may_come_from_threads():
 def all_graphs_are_released():
     x = torch.randn(3, requires_grad=True)
     for _ in range(5):
-        todist.remote_call(1, torch.Tensor.square, x)
+        todist.remote_call(torch.Tensor.square, 1, x)
     deadline = time.monotonic() + 20
-    while todist.remote_call(1, lambda: len(current_group().kept_graphs)):
+    while todist.remote_call(lambda: len(current_group().kept_graphs), 1):
         assert time.monotonic() < deadline
 
 
@@ -396,7 +396,7 @@ def test_a_lack_of_memory_for_a_message_of_the_caller_leaves_no_request(world, c
         until = time.monotonic() + 20  # the release of the graph is answered soon
         while todist.status()[0].requests:
             assert time.monotonic() < until
-        return todist.remote_call(1, float, x)
+        return todist.remote_call(float, 1, x)
 
     assert world(2, env=chosen).on_zero(body) == 1.0
 
@@ -405,10 +405,10 @@ def test_a_worker_that_dies_in_a_call_is_lost_and_the_others_go_on(chosen):
     def main():
         if todist.get_rank() == 0:
             with pytest.raises(todist.WorkerLostError, match="worker1"):
-                todist.remote_call(1, os._exit, 3)
+                todist.remote_call(os._exit, 1, 3)
             with pytest.raises(todist.WorkerLostError, match="worker1"):
-                todist.remote_call(1, echo, 3)
-            return todist.remote_call(2, echo, "here")
+                todist.remote_call(echo, 1, 3)
+            return todist.remote_call(echo, 2, "here")
         return None
 
     endings = World(3, env=chosen, rpc=False).endings(
@@ -438,22 +438,28 @@ def test_bad_choices(monkeypatch):
     main = todist.auto_init_rpc(transport="zmq")(todist.get_rank)
     assert main() == 0
     for settings in ({"backend": rpc.BackendType.TENSORPIPE}, {"rpc_backend_options": object()}):
-        with pytest.raises(todist.InitializationError, match=f"{next(iter(settings))} is for torch's RPC"):
+        with pytest.raises(
+            todist.errors.InitializationError, match=f"{next(iter(settings))} is for torch's RPC"
+        ):
             todist.auto_init_rpc(transport="zmq", **settings)(todist.get_rank)()
-    with pytest.raises(todist.InitializationError, match="asks for another transport: 'rpc'"):
+    with pytest.raises(todist.errors.InitializationError, match="asks for another transport: 'rpc'"):
         todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="rpc")(todist.get_rank))()
     monkeypatch.setenv("TODIST_TRANSPORT", "mpi")
-    with pytest.raises(todist.InitializationError, match="TODIST_TRANSPORT must be rpc or zmq, got 'mpi'"):
+    with pytest.raises(
+        todist.errors.InitializationError, match="TODIST_TRANSPORT must be rpc or zmq, got 'mpi'"
+    ):
         todist.auto_init_rpc()(todist.get_rank)()
     assert main() == 0
     monkeypatch.delitem(sys.modules, "torchopt_dist.distributed.transport.zmq")
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(todist.InitializationError, match=r"needs pyzmq.*pip install 'torchopt_dist\[zmq\]'"):
+    with pytest.raises(
+        todist.errors.InitializationError, match=r"needs pyzmq.*pip install 'torchopt_dist\[zmq\]'"
+    ):
         main()
 
 
 def test_remote_references_need_torch_s_rpc():
-    with pytest.raises(todist.NotInitializedError, match="transport is 'rpc'"):
+    with pytest.raises(todist.errors.NotInitializedError, match="transport is 'rpc'"):
         todist.auto_init_rpc(transport="zmq")(lambda: todist.pytree.tree_as_rref([1]))()
 
 
@@ -461,7 +467,7 @@ def test_with_zmq_nothing_of_torch_s_rpc_is_open(world):
     def listening():
         with pytest.raises(RuntimeError, match="not been initialized"):
             rpc.get_worker_info()
-        assert todist.remote_call(1 - todist.get_rank(), echo, 1) == 1
+        assert todist.remote_call(echo, 1 - todist.get_rank(), 1) == 1
         todist.barrier()
         return sum(c.status == psutil.CONN_LISTEN for c in psutil.Process().net_connections("inet"))
 

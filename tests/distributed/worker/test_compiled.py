@@ -77,7 +77,7 @@ def adapted_loss(net: nn.Module, lr: Tensor, kind: str, x: Tensor, y: Tensor) ->
         inner: Any = todist.MetaAdam(net, lr=lr, eps=0.01)
     elif kind == "own":
         inner = todist.MetaOptimizer(
-            net, todist.chain(todist.clip_grad_norm(0.1), todist.rmsprop(lr=lr, eps=0.1))
+            net, todist.chain(todist.transform.clip_grad_norm(0.1), todist.rmsprop(lr=lr, eps=0.1))
         )
     else:
         inner = todist.MetaSGD(net, lr=lr, momentum=0.5, weight_decay=0.1)

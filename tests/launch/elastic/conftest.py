@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launch import _attempts as attempts
+from torchopt_dist.launching import _attempts as attempts
 
 
 class Reachability:

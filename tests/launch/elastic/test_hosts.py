@@ -19,17 +19,17 @@ import torchopt_dist as todist
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.waits import say, soon, wait_until, watch
-from torchopt_dist.launch import _agents as agents
-from torchopt_dist.launch import _attempts as attempts
-from torchopt_dist.launch._job import Job
-from torchopt_dist.launch._machine import ThisMachine
-from torchopt_dist.launch._messages import Raised
+from torchopt_dist.launching import _agents as agents
+from torchopt_dist.launching import _attempts as attempts
+from torchopt_dist.launching._job import Job
+from torchopt_dist.launching._machine import ThisMachine
+from torchopt_dist.launching._messages import Raised
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def messages(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
+    return [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launching"]
 
 
 # Hosts that stay.
@@ -107,7 +107,7 @@ def test_the_others_go_on_when_a_host_is_lost(tmp_path, reachability, caplog, ra
         assert_gone([places[rank][0]])
         say(tmp_path / "end")
 
-    with Aside(kill), caplog.at_level(logging.INFO, "torchopt_dist.launch"):
+    with Aside(kill), caplog.at_level(logging.INFO, "torchopt_dist.launching"):
         assert launch(in_worlds, tmp_path) == {left: [(1, 0, 1)]}
     assert messages(caplog) == [
         "world 0: 2 hosts, 2 workers",
@@ -126,7 +126,7 @@ def test_a_host_that_gives_no_sign_of_life_is_lost(tmp_path, reachability, caplo
         assert_gone(places[1])
         say(tmp_path / "end")
 
-    with Aside(halt), caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+    with Aside(halt), caplog.at_level(logging.WARNING, "torchopt_dist.launching"):
         assert launch(in_worlds, tmp_path, patience=2.0) == {"localhost": [(1, 0, 1)]}
     (line,) = messages(caplog)
     assert line.endswith("the reason: its agent gave no sign of life for 2 s, and was killed")
@@ -403,7 +403,7 @@ def test_a_host_whose_agent_never_gives_a_sign_of_life_is_lost(monkeypatch, capl
         return ours
 
     monkeypatch.setattr(ThisMachine, "connect", connect_once)
-    with caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+    with caplog.at_level(logging.WARNING, "torchopt_dist.launching"):
         results = launch(lambda: os.environ["WORLD_SIZE"], start_timeout=1.0, stop_timeout=0.2)
     for end in silent:
         end.close()

@@ -13,7 +13,7 @@ import torchopt_dist as todist
 from tests.launch.elastic.worlds import Aside, in_worlds, launch, world_of
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.waits import say
-from torchopt_dist.launch import _remote as remote
+from torchopt_dist.launching import _remote as remote
 
 pytestmark = [pytest.mark.timeout(60), NEEDS_SSHD]
 
@@ -62,7 +62,7 @@ def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, warm_ex
         world_of(tmp_path, 3, 2)
         say(tmp_path / "end")
 
-    with Aside(switch), caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+    with Aside(switch), caplog.at_level(logging.WARNING, "torchopt_dist.launching"):
         results = launch(
             in_worlds,
             tmp_path,
@@ -72,7 +72,7 @@ def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, warm_ex
             timeout=50.0,
         )
     assert list(results.items()) == [("node1", [(3, 0, 2)]), ("localhost", [(3, 1, 2)])]
-    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
+    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launching"]
     assert len(said) == 2
     assert all(
         line.startswith("node1 is lost; hosts that are left: localhost; the reason: ") for line in said
@@ -90,6 +90,6 @@ def test_hosts_that_never_come_are_named(sshd, reachability):
 
 def test_how_many_workers_a_host_has_that_is_not_there_must_be_said(sshd):
     with pytest.raises(
-        todist.InitializationError, match=r"`nproc_per_host` must be a number for hosts .*node1"
+        todist.errors.InitializationError, match=r"`nproc_per_host` must be a number for hosts .*node1"
     ):
         launch(os.getpid, hosts=["localhost", "node1"], nproc="cpu", ssh_config=sshd.config)

@@ -29,7 +29,7 @@ class SlowToArrive:
 def test_workers_that_do_not_start_end_by_the_timeout():
     started = time.monotonic()
     with pytest.raises(
-        todist.InitializationError,
+        todist.errors.InitializationError,
         match=r"^rank 0 on localhost, rank 1 on localhost did not start within `start_timeout`, 1.5 s$",
     ):
         launch(print, SlowToArrive(), hosts=["localhost"], nproc=2, start_timeout=1.5)
@@ -43,11 +43,11 @@ def test_a_process_that_does_not_end_after_its_function_is_killed(caplog, tmp_pa
             say(tmp_path / "returns", str(time.monotonic()))
         return place()
 
-    with caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+    with caplog.at_level(logging.WARNING, "torchopt_dist.launching"):
         results = launch(main, exit_timeout=1.0)
     assert 1.0 < time.monotonic() - float((tmp_path / "returns").read_text()) < soon(6.0)
     assert_gone({pid for values in results.values() for each in values for pid in each}, 1.0)
-    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
+    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launching"]
     assert said == [
         f"rank 1 on {list(results)[1]} returned its value, but did not end within `exit_timeout`, 1 s"
     ]
@@ -65,9 +65,9 @@ def test_the_time_to_end_begins_when_all_functions_have_returned(caplog, tmp_pat
         assert watch(tmp_path / "done")
         return "late"
 
-    with caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+    with caplog.at_level(logging.WARNING, "torchopt_dist.launching"):
         assert list(launch(main, exit_timeout=1.0).values()) == [["early"], ["late"]]
-    assert [record for record in caplog.records if record.name == "torchopt_dist.launch"] == []
+    assert [record for record in caplog.records if record.name == "torchopt_dist.launching"] == []
 
 
 def test_what_workers_register_for_their_exit_runs_after_their_threads(tmp_path):
@@ -90,9 +90,9 @@ def test_a_crash_after_the_functions_have_returned_is_told_and_the_values_are_ke
         atexit.register(crash) if os.environ["RANK"] == "0" else say(tmp_path / "returns")
         return os.environ["RANK"]
 
-    with caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+    with caplog.at_level(logging.WARNING, "torchopt_dist.launching"):
         assert launch(main, hosts=["localhost"], nproc=2) == {"localhost": ["0", "1"]}
-    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
+    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launching"]
     assert said == ["rank 0 on localhost returned its value, and then ended with status -11"]
 
 

@@ -84,10 +84,10 @@ def test_all_workers_are_started_again_as_often_as_asked(tmp_path, caplog):
             raise MyError(code=world)
         say(tmp_path / "end") if world == 2 else time.sleep(60)
 
-    with caplog.at_level(logging.WARNING, "torchopt_dist.launch"):
+    with caplog.at_level(logging.WARNING, "torchopt_dist.launching"):
         results = launch(in_worlds, tmp_path, fail, max_restarts=2)
     assert list(results.values()) == [[(2, 0, 2)], [(2, 1, 2)]]
-    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
+    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launching"]
     assert said == [
         "restart 1 of 2: MyError: code 0",
         "restart 2 of 2: MyError: code 1",
@@ -112,11 +112,11 @@ def test_losses_and_returns_of_hosts_use_up_no_restart(tmp_path, caplog, reachab
 
     with (
         Aside(kill),
-        caplog.at_level(logging.WARNING, "torchopt_dist.launch"),
+        caplog.at_level(logging.WARNING, "torchopt_dist.launching"),
         pytest.raises(MyError, match=r"^code 3$"),
     ):
         launch(in_worlds, tmp_path, fail, max_restarts=1)
-    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launch"]
+    said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist.launching"]
     assert len(said) == 2
     assert said[0].startswith("localhost#2 is lost")
     assert said[1] == "restart 1 of 1: MyError: code 1"
@@ -133,7 +133,7 @@ def test_after_the_last_restart_the_function_is_not_called_again(tmp_path):
 
 
 def test_a_value_that_cannot_be_sent_is_an_error():
-    with pytest.raises(todist.SerializationError, match=r"rank \d returned lock"):
+    with pytest.raises(todist.errors.SerializationError, match=r"rank \d returned lock"):
         launch(threading.Lock)
 
 
@@ -155,5 +155,7 @@ def test_a_port_that_is_taken_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(todist.InitializationError, match=f"`master_port` must be free .* got {port}"):
+        with pytest.raises(
+            todist.errors.InitializationError, match=f"`master_port` must be free .* got {port}"
+        ):
             launch(os.getpid, port=port)

@@ -9,7 +9,7 @@ import threading
 
 from tests.waits import say, watch
 from torchopt_dist import Liveness
-from torchopt_dist.launch import Launcher
+from torchopt_dist.launching import Launcher
 
 
 def launch(

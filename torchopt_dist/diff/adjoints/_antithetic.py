@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
@@ -23,7 +24,6 @@ from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints._undeclared import watched
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
 from torchopt_dist.ops._columns import as_real
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Parallel", "run_with_pairs"]
 

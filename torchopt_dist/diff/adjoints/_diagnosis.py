@@ -16,8 +16,8 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptState, Params, Updates
 
 __all__ = ["GradientNorms"]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import apply_function, grad_of_loss, has_hooks
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
@@ -23,7 +24,6 @@ from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.adjoints._undeclared import refusal_as_it_is, watched
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["run_with_differences"]
 

@@ -21,6 +21,7 @@ from torchopt_dist._formulas import normalization_by_formula
 from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._carry import (
     Batches,
@@ -42,7 +43,6 @@ from torchopt_dist.transform._gradients import gradients, gradients_missing
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["Batches", "Carry", "Evaluation", "Loop", "Outcome", "StepFn", "StopFn"]
 

@@ -19,10 +19,10 @@ from torchopt_dist._torch_private import (
     parameters_of,
     transforms_are_active,
 )
+from torchopt_dist._types import OptionalTensor, Params, TensorContainer
 from torchopt_dist.diff.adjoints._references import holders, references
 from torchopt_dist.nn._module_copy import ModuleCopy
 from torchopt_dist.nn._tensor_dicts import parts_and_parameters, parts_of
-from torchopt_dist.typing import OptionalTensor, Params, TensorContainer
 
 __all__ = ["Model", "ModuleModel", "TreeModel", "model_of"]
 

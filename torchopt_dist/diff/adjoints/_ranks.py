@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._torch_private import outside_of_transforms
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Ranks", "local", "mean", "owned"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist.typing import OptionalTensor
+from torchopt_dist._types import OptionalTensor
 
 __all__ = ["without_second_order"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._ranks import Ranks
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["ShardedModel", "check_elementwise"]
 

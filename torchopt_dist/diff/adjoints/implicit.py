@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._types import LinearSolver
 from torchopt_dist._vjp import Tensors
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
@@ -22,7 +23,6 @@ from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve.cg import solve_cg
-from torchopt_dist.typing import LinearSolver
 
 __all__ = ["Implicit"]
 

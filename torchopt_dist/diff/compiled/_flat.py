@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._carry import Carry
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.transform.base import is_of_elements
-from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["FlatModel", "Pieces", "flattened"]
 

@@ -14,13 +14,13 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
 from torchopt_dist.diff.compiled._flat import FlatModel, Pieces
 from torchopt_dist.nn.module_state import module_clone
 from torchopt_dist.transform.apply_updates import apply_updates
 from torchopt_dist.transform.base import GradientTransformation
-from torchopt_dist.typing import OptionalTensor, OptState
 
 __all__ = ["Parts", "constants_of_loop", "gradient", "parts_of_loop", "step"]
 

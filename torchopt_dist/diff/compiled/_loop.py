@@ -17,6 +17,7 @@ from torch import Tensor
 from torchopt_dist._programs import Program
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._types import OptState
 from torchopt_dist.diff.adjoints import Adjoint
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, WatchFn
 from torchopt_dist.diff.adjoints._loop import Loop
@@ -24,7 +25,6 @@ from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.compiled._flat import FlatModel, flattened
 from torchopt_dist.diff.compiled._functions import Parts, constants_of_loop, gradient, parts_of_loop, step
 from torchopt_dist.diff.compiled._program import program_for
-from torchopt_dist.typing import OptState
 
 __all__ = ["CompiledLoop", "compiled"]
 

@@ -16,10 +16,10 @@ from torchopt_dist import pytree
 from torchopt_dist._generators import restore, states
 from torchopt_dist._random_turns import change_generators
 from torchopt_dist._torch_private import outside_of_transforms, tensor_version, transforms_are_active, vmaps
+from torchopt_dist._types import OptionalTensor, TensorContainer
 from torchopt_dist._vmap import Values, values_of
 from torchopt_dist.diff.replay._duals import Pair, leaf_of_pair, pair_of
 from torchopt_dist.nn import _tensor_dicts
-from torchopt_dist.typing import OptionalTensor, TensorContainer
 
 __all__ = ["BlockCall", "block_of", "inputs_of"]
 

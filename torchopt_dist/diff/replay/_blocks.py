@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchopt_dist._formulas import short_formulas
 from torchopt_dist._free_memory import give_back
 from torchopt_dist._torch_private import next_sequence_number, sequence_numbers
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._carry import Evaluation, LookFn
@@ -29,7 +30,6 @@ from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_betwee
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.replay._block_call import BlockCall, block_of, inputs_of
 from torchopt_dist.diff.replay._duals import Pair, dual, dual_level, pair_of, plus_pair
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Tangents", "sweep"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import engine_keeps_graph
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist.diff.adjoints._loop import Carry, Outcome
 from torchopt_dist.diff.replay._tape import Kept, Tape
 from torchopt_dist.diff.replay._twice import Trail
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["connected"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import is_functorch_tensor
-from torchopt_dist.typing import OptState
+from torchopt_dist._types import OptState
 
 __all__ = ["expanded", "filled"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = [
     "NoForwardModeError",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import Room
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["add_to", "apart_from", "own", "room_like"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._random_turns import Turn
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Graph", "graph_of", "leaf_like", "leaves_at"]
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
@@ -27,7 +28,6 @@ from torchopt_dist.errors import CollectiveError
 from torchopt_dist.ops._columns import put
 from torchopt_dist.transform._pulled_step import Room, StepBars
 from torchopt_dist.transform.apply_updates import parts_of, pulls_in_place, step_pulled_back
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Bars", "Start", "StepGradient"]
 

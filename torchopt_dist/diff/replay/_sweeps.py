@@ -22,6 +22,7 @@ from torchopt_dist._formulas import ForwardModeFormulas
 from torchopt_dist._formulas.normalization_nodes import mend
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import bytes_of_results
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._declared import nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
@@ -32,7 +33,6 @@ from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaves_at
 from torchopt_dist.diff.replay._snapshots import bytes_of
 from torchopt_dist.errors import CollectiveError
 from torchopt_dist.ops._columns import put
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["ByRecording", "Direction", "Sweep", "SweepMode", "small_graph", "sweeps_for"]
 

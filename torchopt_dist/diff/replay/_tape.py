@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchopt_dist._formulas.attention import attention_by_formula
 from torchopt_dist._torch_private import memory_is_shared, outside_of_transforms
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other, differentiable
@@ -31,7 +32,6 @@ from torchopt_dist.diff.replay._snapshots import Store
 from torchopt_dist.diff.replay._step import Bars, Start, StepGradient
 from torchopt_dist.diff.replay._sweeps import SweepMode
 from torchopt_dist.diff.replay._twice import Trail, back_through_pull
-from torchopt_dist.typing import OptionalTensor
 
 __all__ = ["Kept", "Tape"]
 

@@ -180,7 +180,7 @@ class RemoteGraph:
         """The message that asks for a call.
 
         Raises :class:`SerializationError` if the payload cannot be sent, or not from inside a transform, and
-        :class:`ValueError` if the call gets a replica and may run twice.
+        :class:`ValueError` if the call gets a mirror and may run twice.
         """
         request = Call(payload, self.key, payload.state.grad_enabled)
         try:
@@ -193,7 +193,7 @@ class RemoteGraph:
         moves = self.siblings.options.outlives_workers and not self.own
         if moves and any(isinstance(each, StayingModule) for each in message.handles):
             raise ValueError(
-                f"`{_name(payload)}` is called with a replica, whose gradients stay on the worker that computes them: "
+                f"`{_name(payload)}` is called with a mirror, whose gradients stay on the worker that computes them: "
                 "leave out retries and hedge_after"
             )
         message.device = payload.options.device

@@ -20,8 +20,8 @@ from torchopt_dist.distributed.group.chunks import Streams
 from torchopt_dist.distributed.group.graph_releaser import GraphReleaser
 from torchopt_dist.distributed.group.kept import Kept, KeptGraph, graph_missing
 from torchopt_dist.distributed.group.kept_values import Residents
+from torchopt_dist.distributed.group.mirrors import Held, mirror_missing
 from torchopt_dist.distributed.group.outstanding import Outstanding
-from torchopt_dist.distributed.group.replicas import Held, replica_missing
 from torchopt_dist.distributed.group.spans import Recorder
 from torchopt_dist.distributed.membership.members import Member, OnLoss
 from torchopt_dist.distributed.membership.membership import Membership
@@ -82,7 +82,7 @@ class Group:
         self.known_functions: set[object] = set()
         self.threads = ThreadPool()
         self.residents = Residents(self.has_gone)
-        self.replicas = Kept[Held](replica_missing)
+        self.mirrors = Kept[Held](mirror_missing)
         self.teams: dict[tuple[int, ...], Any] = {}
         self.leading = threading.Lock()
         self.streams = Streams()
@@ -165,7 +165,7 @@ class Group:
         self.ending = True
         self.kept_graphs.clear()
         self.residents.clear()
-        self.replicas.clear()
+        self.mirrors.clear()
         self.teams.clear()
         self.streams.clear()
         self.releaser.close(seconds)

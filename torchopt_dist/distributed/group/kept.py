@@ -1,4 +1,4 @@
-"""Key → what a worker keeps between calls: graphs, values that were put there, replicas. Others hold the keys."""
+"""Key → what a worker keeps between calls: graphs, values that were put there, mirrors. Others hold the keys."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class Kept(Generic[T]):
 
 
 class HeldLeaf(NamedTuple):
-    """Why the gradient of a graph's leaf stays on this worker: the leaf stands for a tensor of the replica ``held``.
+    """Why the gradient of a graph's leaf stays on this worker: the leaf stands for a tensor of the mirror ``held``.
 
     ``hook`` is the index of the graph's input that the caller's graph has in its place, ``place`` that of the tensor
-    in the replica.
+    in the mirror.
     """
 
     hook: int

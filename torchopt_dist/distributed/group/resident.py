@@ -162,7 +162,7 @@ def part_of(shards: Shards, start: int, stop: int, dim: int, selected: bool) -> 
 def resolved(payload: Payload, device: torch.device | None) -> Payload:
     """The payload with values in the places of handles among its arguments, on a device, if one is given."""
     group = answering_group()
-    if not (group.residents.in_use or len(group.replicas)):
+    if not (group.residents.in_use or len(group.mirrors)):
         return payload
     flat = flatten(payload.tasks, is_leaf=_is_whole)
     if not any(isinstance(leaf, (Resident, StayingModule)) for leaf in flat.leaves):

@@ -28,7 +28,7 @@ def own_incarnation(on_loss: OnLoss, world_size: int) -> int:
         if on_loss == "replace" and world_size > 1:
             raise InitializationError(
                 "on_loss='replace' needs a launcher that starts a new process for a lost worker, which torchrun does "
-                "not: start the program by `todist.launch(..., on_loss='replace')` or `python -m torchopt_dist.launch "
+                "not: start the program by `todist.launch(..., on_loss='replace')` or `python -m torchopt_dist launch "
                 "--on-loss replace`, or let the others go on without it, by on_loss='continue'"
             )
         return 0

@@ -294,7 +294,7 @@ class RunningGroup:
         """Free what a worker that is lost would have freed."""
         group.kept_graphs.forget_owner(rank)
         group.residents.forget_owner(rank)
-        group.replicas.forget_owner(rank)
+        group.mirrors.forget_owner(rank)
 
     def _orphaned(self) -> None:
         """In a thread: the agent that has started this worker has ended."""

@@ -30,7 +30,7 @@ class StayingModule(nn.Module):
 
 
 def hook_of(parameters: Sequence[Tensor]) -> Tensor:
-    """A tensor without elements, in the places of a replica's parameters in the caller's graph of a call."""
+    """A tensor without elements, in the places of a mirror's parameters in the caller's graph of a call."""
     if transforms_are_active() or not torch.is_grad_enabled():  # a call has no graph there
         return torch.zeros(0, requires_grad=bool(parameters), device="cpu")
     apply: Callable[..., Tensor] = _Hook.apply
@@ -51,7 +51,7 @@ class _Hook(torch.autograd.Function):
         del grad
         if any(engine_captures_leaf(node) for node, _ in ctx.next_functions):
             raise RuntimeError(
-                "torch.autograd.grad was asked for gradients of a replica's parameters, which stay on the workers: "
-                "call backward() of the loss, or pass the module itself instead of its replica"
+                "torch.autograd.grad was asked for gradients of a mirror's parameters, which stay on the workers: "
+                "call backward() of the loss, or pass the module itself instead of its mirror"
             )
         return (None,) * len(ctx.next_functions)

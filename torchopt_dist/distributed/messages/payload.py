@@ -14,9 +14,9 @@ import optree
 from torch import Tensor, nn
 
 from torchopt_dist._random_turns import draw_seed
+from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.stacked import Stacked
-from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["ExecutionKwargs", "ExecutionOptions", "Payload", "Surrounded", "group_by_worker"]
 

@@ -46,7 +46,7 @@ class Made(NamedTuple):
 
     Attributes:
         inputs: the tensors from which the graph leads to the reply's, if it is to be kept.
-        held: what the last of these are, if they stand for tensors of replicas.
+        held: what the last of these are, if they stand for tensors of mirrors.
         shared: whether that graph has nodes in common with another one that is kept.
         left_out: the indices of values that are not sent, since the caller has them.
         used_up: what is to be freed only after the reply has been sent.
@@ -67,7 +67,7 @@ class Worker(Protocol):
 
     Attributes:
         inputs: the leaves of the request that require grad.
-        held: what the last of these are, if they stand for tensors of replicas.
+        held: what the last of these are, if they stand for tensors of mirrors.
     """
 
     inputs: Sequence[torch.Tensor]

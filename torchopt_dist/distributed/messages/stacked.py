@@ -12,8 +12,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.pytree._containers import Flat, flatten
-from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["Rows", "Stacked", "split_values", "stacked", "taken_apart"]
 

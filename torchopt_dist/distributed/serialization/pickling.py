@@ -98,7 +98,7 @@ def unpack(message: Message, held: Held | None = None) -> Any:
     """Rebuild what :func:`pack` packed, with the message's tensors as they are; for ``held`` see ``HeldLeaves``.
 
     Raises ``SerializationError`` where a module, function or class does not exist here, and ``ResidentError`` where a
-    replica is not here, or not as it was where it was made.
+    mirror is not here, or not as it was where it was made.
     """
     try:
         if message.skeleton[:1] == MARK:

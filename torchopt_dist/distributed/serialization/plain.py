@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
 from torchopt_dist.distributed.messages.requests import Backward, Call, Reply
 from torchopt_dist.distributed.serialization.names import find, name_of
 from torchopt_dist.distributed.serialization.tensors import Tensors
-from torchopt_dist.typing import Args, KwArgs
 
 __all__ = ["MARK", "plain_skeleton", "rebuilt"]
 

@@ -79,7 +79,7 @@ class Tensors:
 
     ``main_by_name``: the receiver runs the same program, so functions of ``__main__`` go by name, not as code;
     ``connects``: the values of references of RPC, or what these are to be connected to, are sent, too; ``here``: the
-    message stays in this process, so that a replica is the module itself.
+    message stays in this process, so that a mirror is the module itself.
     """
 
     def __init__(self, main_by_name: bool, *, connects: bool = False, here: bool = False) -> None:
@@ -158,7 +158,7 @@ class Tensors:
         hook, key, version, tensors = module.staying()
         if self.here:
             return
-        if self.of_globals is not None:  # a replica is the same on all workers, however it is sent
+        if self.of_globals is not None:  # a mirror is the same on all workers, however it is sent
             self.of_globals.numbers.discard(self.number(hook))
         for place, x in enumerate(tensors):
             kind = isinstance(x, nn.Parameter), x.requires_grad

@@ -22,7 +22,7 @@ from torchopt_dist._torch_private import (
 from torchopt_dist.distributed.group.chunks import Deferred
 from torchopt_dist.distributed.group.group import answering_group
 from torchopt_dist.distributed.group.kept import HeldLeaf, Kept, KeptGraph
-from torchopt_dist.distributed.group.replicas import HeldLeaves, keep_grads
+from torchopt_dist.distributed.group.mirrors import HeldLeaves, keep_grads
 from torchopt_dist.distributed.group.spans import Recorder
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import Payload, Surrounded
@@ -93,8 +93,8 @@ class _Worker:
         self._recorder = recorder
 
     def unpack(self) -> Request:
-        """The request; tensors of replicas that it mentions are this worker's."""
-        leaves = HeldLeaves(self._device, lambda key: answering_group().replicas.find(key))
+        """The request; tensors of mirrors that it mentions are this worker's."""
+        leaves = HeldLeaves(self._device, lambda key: answering_group().mirrors.find(key))
         content: Request = unpack(self.message, leaves.leaf)
         self._leaves = leaves.tensors()
         if self._leaves:
@@ -157,7 +157,7 @@ class _Worker:
         """Forget what is kept under keys."""
         group = answering_group()
         for key in request.keys:
-            if group.residents.release(key) is None and group.replicas.release(key) is None:
+            if group.residents.release(key) is None and group.mirrors.release(key) is None:
                 self._kept_graphs.release(key, coming=True)
                 group.streams.forget(key)
         return Made(Reply())
@@ -189,7 +189,7 @@ def _differentiate(
     outputs: Sequence[torch.Tensor],
     output_grads: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """The gradients of the graph's inputs; those of tensors of replicas stay here."""
+    """The gradients of the graph's inputs; those of tensors of mirrors stay here."""
     are_wanted = [*backward.wanted, *(backward.wanted[each.hook] for each in graph.held)]
     wanted = [leaf for leaf, is_wanted in zip(graph.inputs, are_wanted, strict=True) if is_wanted]
     if backward.keep:  # so that sums have one order, whichever thread this is

@@ -1,0 +1,339 @@
+"""A connection to a socket → an agent at its other end, forked from a process that has imported torch already.
+
+Importing torch takes seconds, forking takes milliseconds. The forkserver is started by the first launch of a program,
+on this machine or by SSH on another, and lives as long as the program. It has one thread, and it never touches a GPU:
+CUDA does not survive a fork. An agent or a worker that itself launches workers connects to the same forkserver.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import platform
+import re
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import psutil
+import setproctitle
+import torch
+
+from torchopt_dist._torch_private import interpreter_flags
+from torchopt_dist.launching import _processes as processes
+from torchopt_dist.launching._agent import Agent
+from torchopt_dist.launching._environment import import_path
+
+__all__ = ["MARK", "PROGRAM", "connect", "read_on_import", "serve", "serve_by_ssh", "versions"]
+
+PRELOAD_WHEN_IDLE = "torch._dynamo"
+"""It takes as long as torch itself, and torch imports it when the first optimizer is made. Without it the first workers
+start sooner."""
+IDLE_SECONDS = 0.3
+READ_ON_IMPORT = re.compile(
+    "(OMP|GOMP|KMP|MKL|OPENBLAS|NUMEXPR|LD|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|ATEN)_"
+)
+SET_LATER = re.compile("OMP_NUM_THREADS|TORCH_NCCL_|TORCHINDUCTOR_CACHE_DIR")
+"""Of these, workers take the value that they are given, whenever they are forked. Compiling sets the last one."""
+CREDENTIALS = struct.Struct("iII")
+"""Process, user and group of who has connected."""
+BACKLOG = 1024
+MARK = b"\0todist\0"
+"""Stands before a greeting; what a shell's start-up files print comes before."""
+PROGRAM = (
+    "import json,os,sys;"
+    "start=json.loads(open(0,'rb',0,closefd=False).readline());"
+    "start['own']=dict(os.environ);"
+    "os.environ.update(start['env']);"
+    "sys.path+=[p for p in start['path'] if p not in sys.path];"
+    "from torchopt_dist.launching._forkserver import serve_by_ssh;"
+    "serve_by_ssh(start)"
+)
+"""What Python is given to run on another machine. Variables and paths come by standard input: a command line is for all
+to see."""
+
+
+# The side of those who launch.
+
+
+@dataclass
+class _Server:
+    """A forkserver of this program.
+
+    Attributes:
+        address: the address of its socket, which is abstract: it is not in the file system.
+        loaded: the environment variables with which it imported libraries that read them.
+        process: the process, if this one has started it.
+    """
+
+    address: str
+    loaded: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+
+    def stop(self) -> None:
+        """Kill it. The agents that it has forked go on."""
+        if self.process is not None:
+            self.process.kill()  # since one that has been stopped does not see SIGTERM
+            self.process.wait()
+
+
+_server: _Server | None = None
+_lock = threading.Lock()
+
+
+def connect(env: Mapping[str, str]) -> socket.socket:
+    """A connection to a new agent on this machine.
+
+    Args:
+        env: the environment of its workers. If variables in it that libraries read when they are imported have changed,
+            the forkserver is replaced by a new one.
+
+    Raises:
+        OSError: the system lets no process be started, or no file be opened.
+    """
+    global _server
+    with _lock:
+        while True:
+            if _server is not None and _server.loaded != read_on_import(env):
+                _server.stop()
+                _server = None
+            fresh = _server is None
+            _server = _server or _start(env)
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(_server.address)
+                return connection
+            except OSError:  # it has ended
+                connection.close()
+                _server.stop()
+                _server = None
+                if fresh:
+                    raise
+
+
+def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that libraries read when they are imported."""
+    return {
+        name: value for name, value in env.items() if READ_ON_IMPORT.match(name) and not SET_LATER.match(name)
+    }
+
+
+def _start(env: Mapping[str, str]) -> _Server:
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = f"\0todist-{secrets.token_hex(16)}"
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        program = (
+            f"import sys; sys.path[:] = {import_path()!r}\n"
+            "from torchopt_dist.launching import _forkserver\n"
+            f"_forkserver.serve({listener.fileno()}, {os.getpid()})"
+        )
+        process = subprocess.Popen(
+            [sys.executable, *interpreter_flags(), "-c", program],
+            env=dict(env),
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in the terminal is the launcher's to handle
+        )
+        server = _Server(address, read_on_import(env), process)
+    atexit.register(_stop_at_exit, server, os.getpid())
+    return server
+
+
+def _stop_at_exit(server: _Server, pid: int) -> None:
+    if os.getpid() == pid:  # and not a process forked from it
+        server.stop()
+
+
+# The side of the forkserver.
+
+
+def serve(listener: int, launcher: int) -> None:
+    """The whole life of a forkserver on the launcher's machine.
+
+    Args:
+        listener: descriptor of the socket to which launches connect.
+        launcher: the process id of the launcher; when it ends, so does the forkserver.
+    """
+    launcher_end = processes.open_process(launcher)
+    if launcher_end is not None:
+        with socket.socket(fileno=listener) as connections:
+            connections.set_inheritable(False)
+            _serve(connections, launcher_end, f"{launcher}", patience=None)
+
+
+def serve_by_ssh(start: dict[str, Any]) -> None:
+    """The whole life of a forkserver on another machine, whose standard input and output lead to the launcher.
+
+    Args:
+        start: what the launcher has sent: ``launcher``, its name; ``folder``, the working folder of workers;
+            ``patience``, the seconds without a byte from the launcher after which it counts as lost; ``base``, those of
+            the variables ``env`` that all programs here should have; and what :data:`PROGRAM` has used or added.
+    """
+    launcher_end, out = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)  # whatever is printed here is no greeting
+    processes.allow_many_files()
+    folder = tempfile.mkdtemp(prefix="todist-")  # for this user alone
+    try:
+        with socket.socket(socket.AF_UNIX) as connections:
+            connections.bind(f"{folder}/socket")
+            connections.listen(BACKLOG)
+            ssh = os.environ.get("SSH_CONNECTION", "").split()
+            greeting = {
+                "versions": versions(),
+                "socket": f"{folder}/socket",
+                "cores": len(os.sched_getaffinity(0)),
+                "gpus": _count_gpus(),
+                "env": {**start["own"], **start["base"]},
+                "path": sys.path,
+                "has_folder": os.path.isdir(start["folder"]),
+                "launcher_address": ssh[0] if len(ssh) == 4 else "",
+                "address": ssh[2] if len(ssh) == 4 else "",
+            }
+            with open(out, "wb") as file:
+                file.write(MARK + json.dumps(greeting).encode() + b"\n")
+            os.set_blocking(launcher_end, False)
+            _serve(connections, launcher_end, start["launcher"], start["patience"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be the same on all hosts, since hosts send each other pickles."""
+    package = sys.modules[__name__.partition(".")[0]]  # it is above this room, and there
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__.partition("+")[0],
+        "torchopt_dist": str(package.__version__),
+        "cloudpickle": cloudpickle.__version__,
+    }
+
+
+def _count_gpus() -> int:
+    """The number of GPUs, found by another process, since a process that has used CUDA may not fork."""
+    pid = os.fork()
+    if pid == 0:
+        number = 0
+        try:
+            number = min(torch.cuda.device_count(), 255)
+        finally:
+            os._exit(number)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0)
+
+
+def _serve(connections: socket.socket, launcher_end: int, launcher: str, patience: float | None) -> None:
+    """Fork agents until the launcher has ended.
+
+    Args:
+        connections: the socket to which launches connect.
+        launcher_end: a descriptor that can be read when the launcher has ended or, if ``patience`` is given, when it
+            has given a sign of life.
+        launcher: its name, for messages.
+        patience: seconds without a sign of life after which the launcher counts as lost.
+    """
+    setproctitle.setproctitle(f"todist: forkserver of {launcher}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    processes.adopt_orphans()  # of an agent that is killed
+    woken, wake = processes.wake_on_children()
+    agents: set[int] = set()
+    gc.collect()
+    gc.freeze()  # the collector of a forked process need not walk over, and so copy, all of torch
+    selector = selectors.PollSelector()  # not epoll: it would have to be closed in each agent
+    for descriptor in (connections.fileno(), launcher_end, woken):
+        selector.register(descriptor, selectors.EVENT_READ)
+    lost_at = math.inf if patience is None else time.monotonic() + patience
+    idle_at = math.inf
+    while True:
+        until = min(lost_at, idle_at)
+        ready = {
+            key.fd for key, _ in selector.select(None if until == math.inf else until - time.monotonic())
+        }
+        if launcher_end in ready:
+            if patience is None or not os.read(launcher_end, 1 << 12):
+                return
+            lost_at = time.monotonic() + patience
+        elif time.monotonic() >= lost_at:
+            return
+        if woken in ready:
+            os.read(woken, 1 << 12)
+            _bury(agents)
+        if connections.fileno() in ready:
+            connection, peer = _accept(connections)
+            if connection is not None:
+                watched = [peer] if patience is None else [peer, os.getpid()]
+                pid = os.fork()
+                if pid == 0:
+                    _become_agent(connection, watched, connections, (launcher_end, woken, wake))
+                agents.add(pid)
+                connection.close()
+            idle_at = math.inf if PRELOAD_WHEN_IDLE in sys.modules else time.monotonic() + IDLE_SECONDS
+        elif time.monotonic() > idle_at:
+            importlib.import_module(PRELOAD_WHEN_IDLE)
+            gc.freeze()
+            idle_at = math.inf
+
+
+def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
+    """The next connection and the process at its other end, if that is this user's."""
+    connection, _ = connections.accept()
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, user, _ = CREDENTIALS.unpack(credentials)
+    if user == os.getuid() and pid:
+        return connection, pid
+    connection.close()
+    return None, 0
+
+
+def _bury(agents: set[int]) -> None:
+    """Remove agents that have ended, and kill the processes that were left by an agent that was killed itself."""
+    ended = dict(processes.reap())
+    left_something = any(pid not in agents or status != 0 for pid, status in ended.items())
+    agents -= ended.keys()
+    for orphan in psutil.Process().children() if left_something else ():
+        if orphan.pid not in agents:
+            processes.end_tree(orphan, and_janitors=True)
+            processes.kill(orphan.pid)
+
+
+def _become_agent(
+    connection: socket.socket, watched: list[int], connections: socket.socket, not_for_it: tuple[int, ...]
+) -> None:
+    """In a process that has just been forked: be an agent, and end."""
+    global _server
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        # Launches from here on ask the same forkserver.
+        _server = _Server(connections.getsockname(), read_on_import(os.environ))
+        connections.close()
+        for descriptor in not_for_it:
+            os.close(descriptor)
+        Agent(connection, watched).run()
+        code = 0
+    except BaseException:
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -1,0 +1,323 @@
+"""A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
+
+``_agents.py`` has the streams to the agents, and ``_handles.py`` what is known of agents and workers. Of several errors
+the likeliest cause is raised. Agents and workers have ended when :meth:`Job.run` returns or raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
+from torchopt_dist.launching import _messages as messages
+from torchopt_dist.launching._agents import Agents
+from torchopt_dist.launching._handles import AgentHandle, WorkerHandle, may_be_an_echo
+from torchopt_dist.launching._pickling import unpack_failure
+from torchopt_dist.launching._plan import Plan
+from torchopt_dist.launching._rendezvous import agree
+
+__all__ = ["Job", "StoppedError"]
+
+log = logging.getLogger(__package__)
+
+LOST_SECONDS = 0.5
+"""Seconds, after an agent has ended, in which it may become known that its machine is lost."""
+ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
+"""Seconds that an error waits for another one that may be its cause: a broken connection, and an exit."""
+SILENT_THERE = 1.5
+"""The factor of the patience with agents on other machines: the loss of a whole machine is known before that."""
+
+
+class StoppedError(Exception):
+    """Raised by a job that was told to stop before all functions had returned."""
+
+
+class Job:
+    """One attempt to run a task on all workers.
+
+    Args:
+        plan: the launch.
+        restarts: how many attempts there have been before.
+        stop: the job ends its workers when there is something to read from this socket.
+
+    Attributes:
+        lost: the names of the hosts that were lost → the reasons. It is complete when :meth:`run` has ended.
+        replaced: the ranks that were given to new processes → the errors of the earlier processes.
+    """
+
+    def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
+        self._plan, self._options, self._restarts, self._stop = plan, plan.options, restarts, stop
+        self._told_to_stop = self._is_ending = False
+        self.lost: dict[str, str] = {}
+        self.replaced: defaultdict[int, list[WorkerFailedError]] = defaultdict(list)
+        self._master = ("", 0)
+        self._agents = Agents(plan, self._hear)
+        self._workers: list[WorkerHandle] = []
+        self._failures: list[tuple[float, float, Exception]] = []
+        """Errors: seconds in which the cause of each may still become known, when these are over, the error."""
+
+    def run(self) -> list[Any]:
+        """The values of all ranks.
+
+        Raises:
+            Exception: as :meth:`~torchopt_dist.launching.Launcher.run`.
+            StoppedError: the job was told to stop.
+        """
+        grace = self._options.stop_timeout
+        try:
+            if self._stop is not None:
+                self._agents.watch(self._stop, self._note_stop)
+            for host in self._plan.hosts:
+                self._workers += self._agents.connect(host).workers.values()
+            self._master = agree(list(self._agents), self._options.master_port, self._ask)
+            for index, agent in enumerate(self._agents):
+                store = self._master[0] if index == 0 else None
+                self._agents.start(agent, self._master, self._restarts, store)
+            while not self._all_returned:
+                self._turn()
+            self._wait_for_exits()
+            grace = 0.0
+        finally:
+            self._end(grace)
+        if self._agents.raised is not None:
+            raise self._agents.raised
+        return [worker.take_value() for worker in self._workers]
+
+    @property
+    def lost_workers(self) -> dict[int, WorkerFailedError | AgentFailedError]:
+        """The ranks without which the others have gone on → how they were lost."""
+        return {worker.rank: worker.lost for worker in self._workers if worker.lost is not None}
+
+    # The loop.
+
+    def _ask(self, agents: Sequence[AgentHandle], question: object) -> list[Any]:
+        """The answers of agents to a question."""
+        for agent in agents:
+            agent.answer = None
+            agent.tell(question)
+        while any(agent.answer is None for agent in agents):
+            self._turn()
+        return [agent.answer for agent in agents]
+
+    @property
+    def _all_returned(self) -> bool:
+        return all(worker.has_ended_well for worker in self._workers)
+
+    def _turn(self, until: float = math.inf) -> None:
+        """Handle the next events or the next deadline, whichever is first; return at ``until`` if neither comes."""
+        until = min([until, *(moment for moment, _ in self._deadlines())])
+        for act in self._agents.ready(until - time.monotonic()):
+            act()
+        for moment, act in self._deadlines():
+            if moment <= time.monotonic():
+                act()
+
+    def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
+        """The deadlines, by ``time.monotonic``, each with what is done when it is reached."""
+        options, patience = self._options, self._plan.liveness.patience
+        if self._failures:
+            _, moment, error = min(self._failures, key=lambda failure: failure[0])  # of equals, the first
+            all_known = all(worker.decided for worker in self._workers)
+            yield (-math.inf if all_known else moment), partial(_raise, error)
+        if self._told_to_stop and not self._all_returned:
+            yield -math.inf, partial(_raise, StoppedError())
+        if starting := [worker.begun for worker in self._workers if not (worker.running or worker.lost)]:
+            yield min(starting) + options.start_timeout, self._refuse_late_starts
+        if options.timeout is not None and not self._all_returned:
+            yield self._plan.begun + options.timeout, self._refuse_late_values
+        for agent in self._agents:
+            if not agent.ended:
+                seconds = patience * (1.0 if agent.machine.here else SILENT_THERE)
+                yield agent.heard + seconds, partial(self._give_up_agent, agent)
+            for worker in agent.workers.values():
+                if worker.halted is not None and not worker.decided:
+                    since, number = worker.halted
+                    yield since + patience, partial(self._give_up_halted, agent, worker, number)
+
+    def _refuse_late_starts(self) -> None:
+        waiting = ", ".join(str(worker) for worker in self._workers if not (worker.running or worker.lost))
+        seconds = self._options.start_timeout
+        raise InitializationError(f"{waiting} did not start within `start_timeout`, {seconds:g} s")
+
+    def _refuse_late_values(self) -> None:
+        waiting = ", ".join(str(worker) for worker in self._workers if not worker.has_ended_well)
+        seconds = self._options.timeout
+        raise CallTimeoutError(f"{waiting} did not return within `timeout`, {seconds:g} s")
+
+    def _give_up_agent(self, agent: AgentHandle) -> None:
+        """Kill an agent that gives no sign of life, unless its messages are there and were not read yet."""
+        if not agent.stream.waits_to_be_read:
+            if agent.pid is not None:
+                agent.machine.kill(agent.pid)
+            seconds = self._plan.liveness.patience
+            self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
+
+    def _give_up_halted(self, agent: AgentHandle, worker: WorkerHandle, number: int) -> None:
+        """Kill a worker that is stopped, so that it cannot continue in a group that has gone on without it."""
+        if not self._may_be_replaced(worker):
+            self._lose(worker.halt(number, self._plan.liveness.patience), 0.0, worker)
+        if self._options.on_loss != "end" and worker.pid is not None:
+            worker.halted = None
+            agent.machine.kill(worker.pid)
+
+    def _lose(self, error: WorkerFailedError | AgentFailedError, wait: float, *workers: WorkerHandle) -> None:
+        """Record that workers have died: the others go on without them, or this is a failure."""
+        can_be_spared = workers and all(worker.rank and worker.pid for worker in workers)
+        if self._options.on_loss == "end" or not can_be_spared:
+            self._fail(error, wait, *workers)
+            return
+        log.warning("%s; the others go on", error)
+        for worker in workers:
+            worker.lost = error
+
+    def _may_be_replaced(self, worker: WorkerHandle) -> bool:
+        """Whether a worker that has died gets a new process: not rank 0, and not when the job is about to end."""
+        is_ending = self._is_ending or bool(self._failures)
+        return self._options.on_loss == "replace" and worker.rank > 0 and not is_ending
+
+    def _replace(self, agent: AgentHandle, worker: WorkerHandle, error: WorkerFailedError) -> None:
+        """Give the rank of a worker that has died to a new process, started by an agent of its own."""
+        most = self._options.max_replacements
+        if worker.incarnation == most:
+            self._fail(error, 0.0, worker)
+            return
+        log.warning("%s; it gets a new process, %d of %d", error, worker.incarnation + 1, most)
+        worker.lost = error
+        self.replaced[worker.rank].append(error)
+        if worker.incarnation:
+            self._agents.tell_to_stop(agent, 0.0)
+        new = self._workers[worker.rank] = worker.successor()
+        try:
+            self._agents.start(self._agents.connect(agent.host, [new]), self._master, self._restarts)
+        except (OSError, InitializationError) as reason:
+            self._fail(reason, 0.0, new)
+
+    def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
+        """Record that workers have failed by an error, whose cause may become known in so many seconds."""
+        for worker in workers:
+            worker.failed = True
+        self._failures.append((wait, time.monotonic() + wait, error))
+
+    def _note_stop(self) -> None:
+        assert self._stop is not None
+        self._agents.unwatch(self._stop)
+        self._told_to_stop = True
+        for agent in self._agents:
+            self._hear(agent)  # its workers may have returned just now
+
+    def _wait_for_exits(self) -> None:
+        """Wait until workers that have returned have ended; log those that do not, or end with an error."""
+        seconds = self._options.exit_timeout
+        until = time.monotonic() + seconds
+        while any(worker.status is None for worker in self._workers) and time.monotonic() < until:
+            self._turn(until)
+        late = f"but did not end within `exit_timeout`, {seconds:g} s"
+        for worker in self._workers:
+            if worker.status != 0 and worker.lost is None:
+                how = late if worker.status is None else f"and then ended with status {worker.status}"
+                log.warning("%s returned its value, %s", worker, how)
+
+    # What agents and workers tell.
+
+    def _hear(self, agent: AgentHandle) -> None:
+        if agent.ended:
+            return  # since this turn began
+        try:
+            with contextlib.suppress(OSError):  # the end is seen as such below
+                agent.stream.send()
+            heard = agent.stream.receive()
+        except EOFError:
+            lost = None if agent.told_to_stop else agent.machine.why_lost(LOST_SECONDS)
+            self._agent_ended(agent, "died" if lost is None else f"was lost: {lost}")
+            return
+        if heard is not None:
+            agent.heard = time.monotonic()
+            for message, payload in heard:
+                self._note(agent, message, payload)
+
+    def _note(self, agent: AgentHandle, message: Any, payload: bytes) -> None:
+        if isinstance(message, messages.Alive):
+            agent.pid = message.pid
+        elif isinstance(message, (messages.Listening, messages.Reached)):
+            agent.answer = message
+        elif isinstance(message, messages.NotStarted):
+            reason = f"no more workers can be started on {agent.name}: {message.reason}"
+            self._fail(OSError(message.number, reason), 0.0)
+        elif isinstance(message, messages.Output):
+            worker = agent.workers[message.rank]
+            if message.into == "report":
+                for said, of_it in worker.report.feed(payload):
+                    self._note_report(worker, said, of_it)
+            else:
+                worker.lines[message.into].feed(payload)
+        elif isinstance(message, messages.Started):
+            agent.workers[message.rank].pid = message.pid
+        elif isinstance(message, messages.Halted):
+            halted = None if message.signal is None else (time.monotonic(), message.signal)
+            agent.workers[message.rank].halted = halted
+        elif isinstance(message, messages.Exited):
+            worker = agent.workers[message.rank]
+            worker.note_end(message.status)
+            if not worker.decided:
+                error = worker.death(message.status, out_of_memory=message.out_of_memory)
+                if self._may_be_replaced(worker):
+                    self._replace(agent, worker, error)
+                else:
+                    self._lose(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
+
+    def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
+        if isinstance(said, messages.Running):
+            worker.running = True
+        elif isinstance(said, messages.Returned):
+            worker.value = payload
+        elif isinstance(said, messages.Raised):
+            if said.exit_code == 0 and not self._is_ending:  # who is told to stop may end so, too
+                worker.value = payload
+            elif said.exit_code is not None:
+                self._fail(worker.death(said.exit_code, asked=True), EXIT_SECONDS, worker)
+            else:
+                error = unpack_failure(said.text, payload, str(worker))
+                self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
+
+    def _agent_ended(self, agent: AgentHandle, how: str) -> None:
+        workers = list(agent.workers.values())
+        left = [worker for worker in workers if not worker.decided]
+        self._agents.drop(agent)
+        if agent.told_to_stop:
+            return
+        self.lost[agent.name] = f"its agent {how}"
+        if all(worker.has_ended_well for worker in workers):
+            log.warning("the agent on %s %s, after its workers had returned", agent.name, how)
+            return
+        if any(worker.pid for worker in workers):
+            what = f"{how}; {', '.join(map(str, left)) or 'no worker'} was ended with it"
+        else:
+            what = f"{how}, before it started a worker; what it or its forkserver said is on standard error"
+        self._lose(AgentFailedError(f"the agent on {agent.name} {what}"), 0.0, *left)
+
+    # The end.
+
+    def _end(self, grace: float) -> None:
+        """End everything, and write out the last lines."""
+        self._is_ending = True
+        try:
+            if self._stop is not None:
+                self._agents.unwatch(self._stop)
+            for agent in self._agents.end(grace):
+                self.lost[agent.name] = "its agent did not end when it was told to"
+            for worker in self._workers:
+                self._agents.attempt(worker.finish_lines)
+        finally:
+            self._agents.close()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

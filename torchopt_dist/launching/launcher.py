@@ -1,0 +1,284 @@
+"""``Launcher(...).run(func, *args)`` → ``func(*args)`` on every worker → the values that all of them return.
+
+The way of a launch: ``launcher.py`` → ``_cluster.py`` (which machines) → ``_job.py`` (this process's side) →
+``_forkserver.py`` (a process that has imported torch) → ``_agent.py`` (one per host) → ``_worker.py`` (one per rank) →
+back to ``_job.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import linecache
+import os
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+from torchopt_dist._liveness import VARIABLE, Liveness
+from torchopt_dist._options import close_to
+from torchopt_dist._signals import TERMINATED
+from torchopt_dist.errors import RemoteError
+from torchopt_dist.launching import _slurm as slurm
+from torchopt_dist.launching._attempts import Membership, UnreachedMachine, run_attempts
+from torchopt_dist.launching._breakpoint import terminal
+from torchopt_dist.launching._cluster import find_hosts
+from torchopt_dist.launching._environment import chosen_by, import_path, read_env_file
+from torchopt_dist.launching._machine import Machine
+from torchopt_dist.launching._messages import Header
+from torchopt_dist.launching._pickling import pack_task
+from torchopt_dist.launching._plan import Plan
+from torchopt_dist.launching._processes import allow_many_files
+from torchopt_dist.launching._remote import RemoteOptions, connect
+from torchopt_dist.launching._settings import Settings
+from torchopt_dist.launching._worker import in_groups
+from torchopt_dist.launching.logs import TerminalHandler, WorkerLogs, log_folder
+from torchopt_dist.launching.options import LaunchOptions, args_section
+from torchopt_dist.launching.result import LaunchResult
+
+__all__ = ["Launcher", "ended_in_order", "launch"]
+
+TOO_MANY_FILES = "too many open files: raise `ulimit -n`, or lower `nproc_per_host`"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Launcher(LaunchOptions):
+    """Runs functions on worker processes, each launch on new ones.
+
+    Workers have all the environment variables that torchrun sets, so that
+    :func:`~torchopt_dist.auto_init_rpc` and :func:`torch.distributed.init_process_group` work in them. They are forked
+    from a process that has imported torch, so that all launches but a program's first one start at once.
+
+    Args:
+        OPTIONS: made from the fields of :class:`~torchopt_dist.launching.options.LaunchOptions`, below.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type.
+
+    Example:
+        >>> import os
+        >>> from torchopt_dist.launching import Launcher
+        >>> result = Launcher(nproc_per_host=2).run(lambda name: f"{name} {os.environ['RANK']}", "worker")
+        >>> result.rank(1)
+        'worker 1'
+    """
+
+    @classmethod
+    def from_args(cls, args: Any) -> Launcher:
+        """Make a launcher from the arguments of a command line.
+
+        Args:
+            args: what a parser with ``torchopt_dist.launching.add_launcher_args`` has parsed, or any object with
+                attributes of these names; other attributes are ignored.
+
+        Raises:
+            TypeError: ``args`` is not such an object, or an option has the wrong type.
+            ValueError: an option is out of range.
+        """
+        try:
+            given = vars(args)
+        except TypeError:
+            raise TypeError(
+                f"`args` must be what a parser has parsed, got {type(args).__name__} {args!r:.200}"
+            ) from None
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+
+    def run(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> LaunchResult[T]:
+        """Call ``func(*args, **kwargs)`` on every worker, and wait for all of them.
+
+        Args:
+            func: any function: of a module, a script or a notebook, a lambda or a closure. The function and its
+                arguments are pickled by cloudpickle, so workers get copies.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The values that ``func`` returned on the workers. Tensors that require grad still do, as leaves.
+
+        Raises:
+            Exception: the exception that ``func`` raised on a worker, as soon as it is raised. It is also a
+                :class:`~torchopt_dist.RemoteError`, with ``worker`` and ``remote_traceback``.
+            WorkerFailedError: a worker was killed, crashed or exited before its function returned.
+            AgentFailedError: the process that looks after the workers died.
+            CallTimeoutError: ``timeout`` has passed.
+            InitializationError: ``start_timeout`` has passed, ``master_port`` is taken, or ``TODIST_LIVENESS`` is
+                malformed.
+            SerializationError: ``func``, an argument or a result cannot be sent.
+            ValueError: ``hosts`` or ``nproc_per_host`` ask for hosts, cores or GPUs that do not exist.
+            OSError: this system lacks what a launch needs, or the working folder has been deleted.
+        """
+        if not callable(func):
+            raise TypeError(f"`func` must be callable, got {type(func).__name__} {func!r}")
+        if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
+            raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
+        begun, folder = time.monotonic(), _working_folder()
+        allow_many_files()
+        added = {} if self.env_file is None else read_env_file(self.env_file)
+        added.update(self.env or {})
+        liveness = self.liveness or Liveness.from_environment({**os.environ, **added})
+        elastic = self.min_hosts is not None or self.max_hosts is not None
+        if elastic and self.on_loss != "end":
+            raise ValueError(
+                "`on_loss` must be 'end' with `min_hosts` or `max_hosts`, with which all workers start again when "
+                f"a host is lost, got {self.on_loss!r}"
+            )
+        if self.backend is not None and self.on_loss == "replace":
+            raise ValueError(
+                "`backend` must be None with on_loss='replace', since torch's process group takes up no new process, "
+                f"got {self.backend!r}"
+            )
+        of_job = self.shell is None and isinstance(self.hosts, str) and slurm.is_in_job()
+        remote = RemoteOptions(
+            python=self.python or sys.executable,
+            config=None if self.ssh_config is None else os.path.abspath(self.ssh_config),
+            shell=self.shell,
+            otherwise="srun" if of_job else None,
+            liveness=liveness,
+            env={**chosen_by(self.copy_env, os.environ), **added},
+        )
+        reach = functools.partial(connect, options=remote, seconds=self.start_timeout)
+        reach_at_start = functools.partial(reach, otherwise=UnreachedMachine) if elastic else reach
+        hosts = find_hosts(self.hosts, self.nproc_per_host, reach_at_start)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ended_in_order())
+            stack.enter_context(_too_many_files_told())
+            task = pack_task(in_groups(func, self.backend, self.rpc, self.on_loss), args, kwargs)
+            logs = WorkerLogs(
+                [TerminalHandler.of_first_workers()] if self.handlers is None else self.handlers,
+                log_folder(self.log_dir),
+                range(sum(host.workers for host in hosts)),
+            )
+            stack.callback(logs.close)
+            own = {VARIABLE: str(liveness), "TODIST_SECRET": added.get("TODIST_SECRET", secrets.token_hex())}
+            setup = functools.partial(self._setup, folder, Settings.capture(), {**added, **own})
+            plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
+            membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
+            return run_attempts(plan, membership)
+
+    def _setup(self, folder: str, settings: Settings, added: Mapping[str, str], machine: Machine) -> Header:
+        """What the workers on a machine get from the launcher."""
+        if machine.here:
+            env, path = {**os.environ, **added}, import_path()
+        else:
+            env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
+            ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
+            path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
+        env.pop("TODIST_INCARNATION", None)  # of a worker that launches itself
+        # Code that is in no file, such as a notebook's cells, has entries without a time of change.
+        sources = {
+            name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
+        }
+        return Header(
+            env, path, list(sys.argv), folder, settings, sources, terminal() if machine.here else None
+        )
+
+
+Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")
+
+
+def launch(
+    func: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> LaunchResult[T]:
+    """Call ``func(*args, **kwargs)`` on every worker: ``Launcher(**options).run(func, *args, **kwargs)``.
+
+    Args:
+        func: any function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        options: the arguments of :class:`Launcher`.
+
+    Returns:
+        What it returned on each worker.
+
+    Raises:
+        Exception: as :meth:`Launcher.run`.
+
+    Example:
+        >>> from torchopt_dist.launching import launch
+        >>> launch(divmod, (7, 3), nproc_per_host=1).rank(0)
+        (2, 1)
+    """
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise TypeError(f"`args` must be a tuple of arguments, got {type(args).__name__} {args!r:.200}")
+    kwargs = {} if kwargs is None else kwargs
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise TypeError(f"`kwargs` must map names to values, got {type(kwargs).__name__} {kwargs!r:.200}")
+    _check_names(options)
+    return Launcher(**options).run(func, *args, **kwargs)
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for an option that a launcher does not have: it is misspelt, or meant for the function."""
+    known = [field.name for field in fields(Launcher)]
+    renamed = {"nproc_per_node": "nproc_per_host", "nnodes": "hosts", "nodes": "hosts"}
+    for name in options:
+        if name not in known:
+            meant = f": did you mean `{renamed[name]}`?" if name in renamed else close_to(name, known)
+            remedy = meant or (
+                f"; an argument of the function goes into `kwargs={{{name!r}: ...}}`, and the options of a launch are "
+                f"{', '.join(known)}"
+            )
+            raise TypeError(f"launch got an unexpected keyword argument {name!r}{remedy}")
+
+
+@contextlib.contextmanager
+def _too_many_files_told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or isinstance(error, RemoteError):
+            raise
+        raise OSError(error.errno, TOO_MANY_FILES) from error
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Let SIGTERM raise ``SystemExit`` inside the context, so that workers are ended in order, and then this program.
+
+    Otherwise the signal would end the launcher at once, and its sender, such as SLURM or a container's runtime, would
+    kill what the program leaves behind. Ctrl-C needs no such handling: Python raises :class:`KeyboardInterrupt`. Python
+    handles signals in the main thread. Launches in other threads are left alone, and so are programs that handle
+    SIGTERM themselves.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    pid = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == pid:
+            raise SystemExit(TERMINATED)
+        signal.signal(number, signal.SIG_DFL)  # a process that another thread has forked meanwhile
+        os.kill(os.getpid(), number)
+
+    try:
+        signal.signal(signal.SIGTERM, handle)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            "the working folder, in which workers would start, has been deleted: change to another one"
+        ) from None
