@@ -102,7 +102,7 @@ def test_time_outs_and_releases_outlive_a_moment_without_descriptors():
             assert probed.wait(60)
         x = torch.ones(2, requires_grad=True)
         (out,) = todist.remote_sync_call(hangs_in_backward, args=(x,), partitioner=1, timeout=60)
-        out.grad_fn.graph.timeout = 0.05  # from now on
+        out.grad_fn.graph.siblings.seconds = 0.05  # from now on
         with pytest.raises(todist.CallTimeoutError):
             out.backward()
         releaser.release(None, 1, "not sent")  # there is no such transport
