@@ -1,17 +1,20 @@
-"""A worker's memory stays where the next call finds it: its threads share one arena of glibc's allocator."""
+"""A worker's memory stays where the next call finds it: in one arena of glibc's allocator, and in the process."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import tempfile
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import torchopt_dist as todist
 from tests.processes import World
-from torchopt_dist.distributed.life.allocator import share_one_arena
+from torchopt_dist.distributed.life.allocator import KEPT, keep_for_next_call
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc's allocator"
@@ -63,9 +66,46 @@ def test_the_threads_of_a_worker_share_an_arena(asked):
     assert all((more == 0) is (asked is None) for more in grown), grown
 
 
-def test_another_limit_or_allocator_is_left_alone(monkeypatch):
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=3")
-    assert not share_one_arena()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def use_much(count=16, size=1 << 23):
+    """Fill blocks of some MiB, and free them."""
+    blocks = [torch.full((size // 4,), 1.0) for _ in range(count)]
+    del blocks
+
+
+@pytest.mark.parametrize("asked", [None, str(1 << 20)])
+def test_what_a_call_has_freed_stays_for_the_next_one(asked):
+    def program():
+        if asked is not None:
+            os.environ["MALLOC_TRIM_THRESHOLD_"] = os.environ["MALLOC_MMAP_THRESHOLD_"] = asked
+        todist.auto_init_rpc()(use_much)()
+        use_much()
+        before = faults()
+        use_much()
+        return faults() - before
+
+    pages = (16 << 23) // os.sysconf("SC_PAGE_SIZE")
+    assert KEPT >= 16 << 23
+    found = World(2, rpc=False).run(program)
+    assert all((more < pages // 4) is (asked is None) for more in found), found
+
+
+def test_the_users_limits_and_other_allocators_are_left_alone(monkeypatch):
+    set_here = []
+    monkeypatch.setattr(
+        ctypes,
+        "CDLL",
+        lambda name: SimpleNamespace(
+            gnu_get_libc_version=1, mallopt=lambda *each: set_here.append(each) or 1
+        ),
+    )
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=3:glibc.malloc.mmap_threshold=9")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "9")
+    assert keep_for_next_call() == set_here == []
     monkeypatch.delenv("GLIBC_TUNABLES")
+    assert len(keep_for_next_call()) == len(set_here) == 2
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())  # as with musl
-    assert not share_one_arena()
+    assert keep_for_next_call() == []

@@ -23,7 +23,7 @@ from torchopt_dist import _network
 from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.calls.spread import ask
 from torchopt_dist.distributed.group.group import Group, set_group
-from torchopt_dist.distributed.life.allocator import share_one_arena
+from torchopt_dist.distributed.life.allocator import keep_for_next_call
 from torchopt_dist.distributed.life.descriptors import check_descriptors, too_many_files
 from torchopt_dist.distributed.life.interruption import Interruption, end_threads, is_in_backward
 from torchopt_dist.distributed.life.own_member import named, own_incarnation, own_member
@@ -111,7 +111,7 @@ class RunningGroup:
         self._variables = {name: os.environ.get(name) for name in _network.VARIABLES}
         _network.choose_interface(host)
         if world.world_size > 1:
-            share_one_arena()
+            keep_for_next_call()
             check_descriptors(chosen.files + world.world_size)
         nonce, plain = store_module.rendezvous(
             world.rank, world.world_size, chosen.init_method, self.incarnation
