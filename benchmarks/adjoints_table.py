@@ -159,10 +159,10 @@ def main() -> None:
     assert first is not None
     table(["adjoint", "gradient of the outer loss", "keeps", "memory", "time"], rows)
     print(
-        f"Memory and time are relative to `Recorded()`: {first['bytes'] / 1e6:.0f} MB and {first['seconds']:.2f} s. The "
-        f"problem is {STEPS} steps of Adam on three layers of {WIDTH} units with {EXAMPLES} examples; learned are the "
-        "weights of the examples and the first parameters. Memory is the peak above one step, time is CPU time on one "
-        "thread."
+        f"Memory and time are relative to `Recorded()`: {first['bytes'] / 1e6:.0f} MB and {first['seconds']:.2f} s. "
+        f"The problem is {STEPS} steps of Adam on three layers of {WIDTH} units with {EXAMPLES} examples; learned are "
+        "the weights of the examples and the first parameters. Memory is the peak above one step, time is CPU time on "
+        "one thread."
     )
 
 
