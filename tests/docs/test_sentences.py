@@ -43,6 +43,10 @@ def test_few_sentences_of_a_page_are_long(page: Path) -> None:
     )
 
 
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len(PAGES[0].read_text("utf-8").splitlines()) <= 150
+
+
 def test_sentences_are_told_apart() -> None:
     page = "# A. B\n\nOne `a.b` is\n[it](x.md). *Two.* See\n- three: 1.5 e\n- four. (Five.) `s` is.\n\n| a | b. c |\n"
     page += "```python\nnot. This\n```\n<!-- bench: x -->\nNot this.\n<!-- end -->\n"
