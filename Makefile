@@ -96,7 +96,7 @@ engines: $(STAMP) ## install Ray, Dask and Monarch, each beside this torch, and 
 	@for one in $(ENGINES); do test -x build/engines/$$one/bin/python || $(BIN)/python -m tests.packaging.engine $$one || exit 1; done
 	$(BIN)/python -m pytest tests/launch/test_engines.py $(ARGS)
 
-bench: $(STAMP) ## write the tables of docs/benchmarks.md and docs/faults.md, on a quiet machine: ONLY="call_overhead launch"
+bench: $(STAMP) ## write the tables of docs/benchmarks.md and docs/which_adjoint.md, on a quiet machine: ONLY="call_overhead launch"
 	$(BIN)/python benchmarks $(ONLY)
 
 wheel: $(STAMP) ## wheel and source distribution into dist, tried outside the tree: TORCHES="2.11.0 2.13.0 newest"

@@ -47,8 +47,8 @@ PROGRAMS = (
     Program("implicit"),
     Program("evolution_strategies"),
     Program("data_parallel"),
-    Program("adjoints_table", page="inner_loops.md"),
-    Program("faults", page="faults.md"),
+    Program("adjoints_table", page="which_adjoint.md"),
+    Program("faults"),
 )
 """In this order; the others of this folder are run by hand, and say on their pages when."""
 

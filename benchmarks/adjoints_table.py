@@ -4,7 +4,7 @@ Each is a process of its own, on one thread: peak memory above what the process 
 loop and its gradient. The problem is a network of three layers of 256 units on 256 examples, 64 steps of Adam; wanted
 is the gradient of the weights of the examples and of the first parameters.
 
-    python benchmarks adjoints_table          # runs it, and fills its place in docs/inner_loops.md
+    python benchmarks adjoints_table          # runs it, and fills its place in docs/which_adjoint.md
     python benchmarks/adjoints_table.py       # prints the table
 """
 
@@ -29,14 +29,13 @@ DAMPED = todist.linear_solve.solve_cg(ridge=10.0, maxiter=20, not_converged="ign
 class Row(NamedTuple):
     """A line of the table."""
 
-    adjoint: todist.Adjoint | None
+    adjoint: todist.adjoints.Adjoint | None
     """As it is measured; ``None`` for the loop without a gradient."""
     name: str
     measured_as: str
     """Its settings there, if it has some."""
     gradient: str
     keeps: str
-    use: str
 
 
 ROWS = (
@@ -46,7 +45,6 @@ ROWS = (
         "",
         "exact, any order",
         "the graph of all `T` steps",
-        "few steps; derivatives of derivatives",
     ),
     Row(
         todist.Replayed(snapshots=8),
@@ -54,7 +52,6 @@ ROWS = (
         "`snapshots=8`",
         "exact, any order",
         "snapshots, and the graph of one step",
-        "many steps, large models",
     ),
     Row(
         todist.Truncated(4),
@@ -62,7 +59,6 @@ ROWS = (
         "`k=4`",
         "through the last `k` steps",
         "the graph of `k` steps",
-        "many steps whose first ones matter little; biased",
     ),
     Row(
         todist.FirstOrder(),
@@ -70,7 +66,6 @@ ROWS = (
         "",
         "`U(θ, g)` with `g` a constant",
         "the graph of the updates",
-        "the first parameters, cheaply (first-order MAML)",
     ),
     Row(
         todist.Reptile(),
@@ -78,7 +73,6 @@ ROWS = (
         "",
         "`θ₀ - θ_T` for the first parameters",
         "nothing",
-        "the same, without an outer loss that matters",
     ),
     Row(
         todist.FiniteDifference(),
@@ -86,7 +80,6 @@ ROWS = (
         "",
         "through the last step, `(∂L(θ+rv) - ∂L(θ-rv)) / 2r`, `v = (∂U/∂g)ᵀc` (DARTS)",
         "two copies of `θ` and the state",
-        "as `Truncated(1)`, without a second-order graph",
     ),
     Row(
         todist.SAMA(),
@@ -94,7 +87,6 @@ ROWS = (
         "",
         "the same difference at `θ_T`: the implicit gradient with the identity for the inner Jacobian",
         "a copy of `θ` and the state",
-        "many meta tensors, large models, training beside meta-learning",
     ),
     Row(
         todist.Implicit(DAMPED),
@@ -102,7 +94,6 @@ ROWS = (
         "20 iterations of CG",
         "`-(∂²L/∂meta∂θ) H⁻¹ c` at a stationary point",
         "one step",
-        "inner loops that converge; exact there, any order",
     ),
     Row(
         todist.EvolutionStrategies(4, 0.1),
@@ -110,7 +101,6 @@ ROWS = (
         "`n=4`",
         "of the loop smoothed by noise: mean of `(f₊ - f₋) z / 2 sigma`",
         "nothing",
-        "few meta tensors, loops that are chaotic or cannot be differentiated",
     ),
     Row(
         todist.PersistentEvolutionStrategies(4, 0.1, unroll=16),
@@ -118,9 +108,8 @@ ROWS = (
         "`n=4`, `k=16`",
         "the same, with new noise every `k` steps",
         "nothing",
-        "the same, long loops, outer losses made of `losses`",
     ),
-    Row(None, "no gradient, under `torch.no_grad()`", "", "", "nothing", ""),
+    Row(None, "no gradient, under `torch.no_grad()`", "", "", "nothing"),
 )
 
 
@@ -166,14 +155,14 @@ def main() -> None:
         ratios = [f"{found[what] / first[what]:.2f}" for what in ("bytes", "seconds")]
         if row.measured_as:
             ratios[1] += f" ({row.measured_as})"
-        rows.append([row.name, row.gradient, row.keeps, *ratios, row.use])
+        rows.append([row.name, row.gradient, row.keeps, *ratios])
     assert first is not None
-    table(["adjoint", "gradient of the outer loss", "keeps", "memory", "time", "when to use it"], rows)
+    table(["adjoint", "gradient of the outer loss", "keeps", "memory", "time"], rows)
     print(
-        f"Memory and time are as parts of those of `Recorded()`, {first['bytes'] / 1e6:.0f} MB and "
-        f"{first['seconds']:.2f} s: {STEPS} steps of Adam on a network of three layers of {WIDTH} units, {EXAMPLES} "
-        "examples, and the gradient of their weights and of the first parameters; peak memory of a process above "
-        "what it held after one step, and CPU time on one thread."
+        f"Memory and time are relative to `Recorded()`: {first['bytes'] / 1e6:.0f} MB and {first['seconds']:.2f} s. "
+        f"The problem is {STEPS} steps of Adam on three layers of {WIDTH} units with {EXAMPLES} examples; learned are "
+        "the weights of the examples and the first parameters. Memory is the peak above one step, time is CPU time on "
+        "one thread."
     )
 
 

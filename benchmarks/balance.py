@@ -71,7 +71,7 @@ def measure(tasks: int, slower: float) -> None:
             f"| {name} | {1e3 * statistics.median(seconds):.0f} ms | {1e3 * sleep[name]:.0f} ms | {listed} |"
         )
     even, other = (statistics.median(seconds) for seconds in found.values())
-    print(f"\nEven shares take {even / other:.2f} times as long.")
+    print(f"\nShares by speed take {other / even:.2f} of the time of even ones.")
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ def main() -> None:
         model, torch.zeros(todist.get_world_size(), ROWS, WIDTH)
     )  # the structure travels the first time only
     print(f"{todist.get_world_size()} workers, one of them the caller; a model of {model_bytes:,} bytes.")
-    rows, over, fewer = [], [], []
+    rows, over, of_theirs = [], [], []
     for tasks in (3, 12, 48, 192):
         x = torch.zeros(tasks, ROWS, WIDTH)
         ours = bytes_sent(spread, model, x)
@@ -82,13 +82,13 @@ def main() -> None:
         if torchopt_distributed is not None:
             theirs = bytes_sent(torchopts, model, x)
             row.append(f"{theirs:,}")
-            fewer.append(theirs / ours)
+            of_theirs.append(ours / theirs)
         rows.append(row)
-    table(["tasks", "ours", "W·M + shards", *(["TorchOpt"] if fewer else [])], rows)
+    table(["tasks", "ours", "W·M + shards", *(["TorchOpt"] if of_theirs else [])], rows)
     question = "bytes sent, 3 to 192 tasks on 3 workers"
-    ratio(question, "a model a worker, and the shards", f"{max(over):.4f} times as many")
-    if fewer:
-        ratio(question, "TorchOpt", f"{min(fewer):.1f} to {max(fewer):.0f} times fewer")
+    ratio(question, "a model a worker, and the shards", f"{max(over):.4f}")
+    if of_theirs:
+        ratio(question, "TorchOpt", f"{min(of_theirs):.3f} to {max(of_theirs):.2f}")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def main() -> None:
             rows.append([label, f"{seconds['raw'] * 1e6:,.0f} µs", *over.values()])
             if label in ("none", "64 MiB"):
                 question = "a call without arguments" if label == "none" else f"a call with {label}"
-                answer = f"{over['RPC']} times its time; over ZeroMQ {over['ZeroMQ']}"
+                answer = f"{over['RPC']}; over ZeroMQ {over['ZeroMQ']}"
                 ratio(question, "raw `rpc_async`", answer)
         header = ["argument", "raw `rpc_async`", "floor over RPC", *(f"ours over {name}" for name in ours)]
         table(header, rows)

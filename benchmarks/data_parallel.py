@@ -214,8 +214,8 @@ def main() -> None:
         error = ((joined - alone["gradient"]).norm() / alone["gradient"].norm()).item()
         assert error < 1e-2, f"{kind}: gradients differ by {error:.1e} of their norm"
         own, two = alone["seconds"], one["seconds"]
-        whole = (own["replicated forward"] + own["replicated backward"]) / (
-            two["sharded forward"] + two["sharded backward"]
+        whole = (two["sharded forward"] + two["sharded backward"]) / (
+            own["replicated forward"] + own["replicated backward"]
         )
         forward = two["sharded forward"] / two["ddp"]
         backward = two["sharded backward cpu"] / two["replicated backward cpu"]
@@ -228,16 +228,16 @@ def main() -> None:
             "sent a rank and step forward, in parameters (closed form 1)": f"{one['sent']['forward']:.3f}",
             f"backward, sharded (closed form {closed:.3f})": f"{one['sent']['backward']:.3f}",
             "history a rank, of one process's": f"{kept:.3f}",
-            "one process's time, of two ranks'": f"{whole:.2f}",
+            "two ranks' time, of one process's": f"{whole:.2f}",
             "a meta-gradient in one process": f"{own['replicated forward'] + own['replicated backward']:.2f} s",
         }
         for name, value in more.items():
             rows.setdefault("" if not value else name, []).append(value or name)
-        ratio(f"a step forward on two ranks, {kind}", "DDP", f"{forward:.2f} of its time")
+        ratio(f"a step forward on two ranks, {kind}", "DDP", f"{forward:.2f}")
         ratio(
             f"a gradient through {args.steps} steps on two ranks, {kind}",
             "one process",
-            f"{whole:.2f} times as fast",
+            f"{whole:.2f}",
         )
     header = rows.pop("")
     table(["", *header], [[name, *values] for name, values in rows.items()])

@@ -142,15 +142,15 @@ def main() -> None:
     timed = {name: lambda s=step: s(model, batch) for name, step in steps.items()}
     timed["half the tasks, one process"] = lambda: step_one_process(model, half)
     seconds = interleaved(timed, rounds=15)
-    fast = {way: {name: f"{value / seconds[way]:.2f}" for name, value in seconds.items()} for way in OURS}
+    part = {way: {name: f"{seconds[way] / value:.2f}" for name, value in seconds.items()} for way in OURS}
     table(
-        ["", "ms a step", *(f"{way} is as fast" for way in OURS)],
-        [[name, f"{value * 1e3:.1f}", *(fast[way][name] for way in OURS)] for name, value in seconds.items()],
+        ["", "ms a step", *(f"{way}, of its time" for way in OURS)],
+        [[name, f"{value * 1e3:.1f}", *(part[way][name] for way in OURS)] for name, value in seconds.items()],
     )
     for way, question in zip(OURS, ("tasks in a loop", "`vectorize=True`"), strict=True):
         for peer in steps:
             if peer not in OURS:
-                ratio(f"a MAML step on two workers, {question}", peer, f"{fast[way][peer]} times as fast")
+                ratio(f"a MAML step on two workers, {question}", peer, part[way][peer])
 
 
 if __name__ == "__main__":

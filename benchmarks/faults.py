@@ -1,4 +1,4 @@
-"""What follows from a fault, and how soon? Prints the table of ``docs/faults.md``.
+"""What follows from a fault, and how soon? Prints the table of ``docs/benchmarks.md``.
 
 Each row of ``tests/faults/table.py`` happens five times among three workers of plain ``python``, and as often in a
 launch. The median counts, of the seconds from the fault to the end of the last rank, or until the launch has returned

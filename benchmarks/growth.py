@@ -68,13 +68,13 @@ def main() -> None:
         what = "parameters" if grown == "width" else grown
         for size, one, two in measured:
             rows.append(
-                [f"{size:,} {what}", f"{one * 1e3:.1f} ms", f"{two * 1e3:.1f} ms", f"{one / two:.2f}"]
+                [f"{size:,} {what}", f"{one * 1e3:.1f} ms", f"{two * 1e3:.1f} ms", f"{two / one:.2f}"]
             )
         counts, *columns = zip(*measured, strict=True)
         slopes = [np.polyfit(counts, column, 1)[0] * 1e6 for column in columns]
         shown = [f"{slope:,.0f} µs" if what != "parameters" else f"{slope * 1e3:,.1f} ns" for slope in slopes]
-        rows.append([f"one more of the {what}", *shown, f"{slopes[0] / slopes[1]:.2f}"])
-    table(["", "one process", "two workers", "as fast"], rows)
+        rows.append([f"one more of the {what}", *shown, f"{slopes[1] / slopes[0]:.2f}"])
+    table(["", "one process", "two workers", "of its time"], rows)
 
 
 if __name__ == "__main__":

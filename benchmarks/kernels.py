@@ -113,7 +113,7 @@ def main() -> None:
             in_place("RMSprop", *MIDDLE, dtype, momentum=0.9, eps=eps)
         with_a_graph()
     table(["", "threads", "against", "its time", "ours, of it", "the formula, of it", "page faults"], ROWS)
-    answer = f"{min(RMSPROP):.2f} to {max(RMSPROP):.2f} of its time"
+    answer = f"{min(RMSPROP):.2f} to {max(RMSPROP):.2f}"
     ratio("RMSprop's kernel in place, float32", "torch's foreach", answer)
 
 

@@ -134,7 +134,7 @@ def main() -> None:
     for peer in ("torchrun", "torchrunx"):
         their = medians.get((peer, "next launch"), medians.get((peer, "first launch")))
         if their is not None:
-            ratio("a launch from a running program", peer, f"{ours / their[0]:.3f} of its time to user code")
+            ratio("a launch from a running program", peer, f"{ours / their[0]:.3f}, to user code")
 
 
 if __name__ == "__main__":

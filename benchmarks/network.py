@@ -215,7 +215,7 @@ def measure(rounds: int, recorded: bool) -> None:
         ratio(
             f"forward and backward of {nbytes / 1e6:.0f} MB on {todist.get_world_size()} hosts with slow lines",
             "the model to each worker",
-            f"a tree of {FAN_OUTS[0]}: {part[tree]:.2f} of its time; `mirror`: {part['mirror']:.2f}",
+            f"a tree of {FAN_OUTS[0]}: {part[tree]:.2f}; `mirror`: {part['mirror']:.2f}",
         )
 
 

@@ -111,7 +111,7 @@ def main() -> None:
         columns = ("torch, fused", "ours", "ours, formula")
         rows.append([case, f"{peer * 1e3:.2f} ms", *(over.get(way, "") for way in columns)])
         if case == "Adam":
-            answer = f"{over['ours']} of its time; torch's fused one {over['torch, fused']}"
+            answer = f"{over['ours']}; torch's fused one {over['torch, fused']}"
             ratio("a step of Adam without a graph", "torch's foreach", answer)
     print(f"{TENSORS} tensors of {NUMEL:,} float32 numbers; of the time of torch's foreach:")
     table(["", "torch, foreach", "torch, fused", "ours", "ours, formula"], rows)

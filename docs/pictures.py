@@ -114,7 +114,9 @@ def costs() -> list[dict[Any, Any]]:
     step = {name: number(cells[0]) for name, cells in table("benchmarks.md", "A MAML step").items()}
     step.pop("half the tasks, one process", None)  # the bound, no way to do it
     sent = {number(n): cells for n, cells in table("benchmarks.md", "How many bytes travel").items()}
-    peaks = {name: number(cells[0]) for name, cells in table("inner_loops.md", "What they cost").items()}
+    peaks = {
+        name: number(cells[0]) for name, cells in table("benchmarks.md", "Memory of an inner loop").items()
+    }
     return [step, sent, peaks]
 
 

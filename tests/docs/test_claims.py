@@ -44,7 +44,7 @@ def test_torch_s_optimizers_that_can_be_made_differentiable() -> None:
 def test_every_number_may_be_a_tensor_but_those_that_are_named() -> None:
     """``tests/optim/test_derivatives.py`` checks the gradient of each tensor of a row."""
     page = (DOCS / "optimizers.md").read_text("utf-8").replace("\n", " ")
-    (excepted,) = re.findall(r"may be such a tensor, but for (.*?), from which averages start", page)
+    (excepted,) = re.findall(r"may be such a tensor, except (.*?), from which averages start", page)
     numbers = set()
     for row in ROWS.values():
         for name, parameter in inspect.signature(row.function).parameters.items():

@@ -170,7 +170,7 @@ class MetaOptimizer:
         if self.transformation is None or self._options is None:
             raise TypeError(
                 f"`{next(iter(options))}` must not be set for a group, as `impl` has its options already: give each "
-                "group's parameters a transformation of their own by todist.partition"
+                "group's parameters a transformation of their own by todist.transform.partition"
             )
         given = {**self._options, **options}
         return self.transformation(**signatures.bind(type(self), self._signature, module, (), given))

@@ -13,7 +13,7 @@ To add one, write a file with a dataclass that is an :class:`Adjoint`; its field
   ``loop.with_tensors(others)`` is the same loop with other tensors in the places of ``loop.tensors``.
 
 Then export the class in ``adjoints/__init__.py`` and ``torchopt_dist/__init__.py``, and give it a row in
-``tests/diff/adjoint_table.py`` and in ``docs/inner_loops.md``.
+``tests/diff/adjoint_table.py`` and in ``docs/which_adjoint.md``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def one_value(values: Sequence[Any], ranks: Sequence[int]) -> Any:
         if isinstance(members[0], nn.Module):
             raise TypeError(
                 f"a function that a team runs must return tensors, numbers or trees of these, got "
-                f"{type(members[0]).__name__} in {path}: return todist.module_state(...) of it"
+                f"{type(members[0]).__name__} in {path}: return todist.extract_state_dict(...) of it"
             )
         for rank, member in zip(ranks, members, strict=True):
             if not _agree(members[0], member):
