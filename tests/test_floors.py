@@ -48,6 +48,7 @@ GROUND = {
     "_versions",
     "_vjp",
     "_vmap",
+    "_watched_group",
     "errors",
     "pytree",
     "typing",

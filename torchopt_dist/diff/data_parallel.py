@@ -22,10 +22,9 @@ from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Recorded, Replayed,
 from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._model import Model
-from torchopt_dist.diff.adjoints._rank_group import RankGroup, RanksOfTeam
+from torchopt_dist.diff.adjoints._rank_group import RankGroup, group_for_loops
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean, owned
 from torchopt_dist.diff.adjoints._shards import ShardedModel, check_elementwise
-from torchopt_dist.errors import CollectiveError
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["DataParallel", "mean_over", "run_together", "sum_over", "vary_over"]
@@ -146,10 +145,11 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     """Run a loop that is spread over ranks, and connect what it makes on all of them."""
     ranks = loop.ranks
     assert ranks is not None
-    inside = list(loop.declared)
+    # Views, since what replaces tensors in a loop around this one does not see calls of autograd's functions.
+    inside = [tensor.view_as(tensor) for tensor in loop.declared]
     in_optimizer = {id(tensor) for tensor in tensors_within(loop.optimizer)}
     # With parts of parameters, each rank has a part of what a tensor of the optimizer does.
-    parts = [place for place, one in enumerate(inside) if ranks.shards and id(one) in in_optimizer]
+    parts = [place for place, one in enumerate(loop.declared) if ranks.shards and id(one) in in_optimizer]
     replicated = [place for place in range(len(inside)) if place not in ranks.own and place not in parts]
     summed = Ranks(ranks.group, sums=True)
     for places, function, among in (
@@ -160,8 +160,11 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
         made = function(among, [inside[place] for place in places])
         for place, tensor in zip(places, made, strict=True):
             inside[place] = tensor
-    with loop.instead_of_declared(inside):
-        outcome = adjoint.run(loop)
+    if isinstance(adjoint, Replayed) and not transforms_are_active():  # which runs the steps without a graph
+        outcome = adjoint.run(replace(loop, joined=tuple(inside)))
+    else:
+        with loop.instead_of_declared(inside):
+            outcome = adjoint.run(loop)
     places = loop.model.moved_places
     params = list(outcome.carry.params)
     leaves, spec = pytree.flatten(outcome.carry.state)
@@ -289,23 +292,13 @@ def _check_group(group: Any) -> None:
 
 def _group_of(group: Any) -> RankGroup:
     if isinstance(group, Team):
-        return RanksOfTeam(group)
+        return RankGroup(group.group)
     if isinstance(group, dist.device_mesh.DeviceMesh):
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
     known = _groups.get(group)
-    if known is not None and known.is_open:
-        return known
-    if group is dist.group.WORLD:
-        made = dist.new_group()
-    elif known is None:
-        ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-        made = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    else:  # torch would give it the name of the one before, and find the addresses of that one
-        raise CollectiveError(
-            "the ranks of this `group` have closed their connections after an error in a loop: make another group"
-        )
-    known = _groups[group] = RankGroup(made)
+    if known is None or not known.is_open:  # an error closes it on all ranks
+        known = _groups[group] = group_for_loops(group, 0 if known is None else known.number + 1)
     return known
 
 
@@ -326,7 +319,7 @@ def _agreed(ranks: Ranks, loop: Loop, adjoint: Adjoint) -> int:
     model = loop.model.whole if isinstance(loop.model, ShardedModel) else loop.model
     whole = [model.leaves[place] for place in model.moved_places]
     sums = {"parameters": _sums(whole), "replicated meta tensors": _sums(replicated)}
-    others = ranks.group.exchanged((facts, sums, loop.seed))
+    others = ranks.group.agreed((facts, sums, loop.seed))
     error = _difference(others)
     if error is not None:
         ranks.group.is_agreed = True

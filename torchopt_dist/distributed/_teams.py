@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from operator import itemgetter
 from typing import Any, Self, TypeAlias
 
@@ -30,6 +31,7 @@ from torchopt_dist._future import Future, as_completed
 from torchopt_dist._random_turns import draw_seed_returnable, lent, seed_of_task
 from torchopt_dist._team import Team, in_team, team
 from torchopt_dist._threads import settle_by, settle_in_thread
+from torchopt_dist._watched_group import CONNECT_SECONDS, LEFT_SECONDS, WatchedGroup, registered, watched_group
 from torchopt_dist.distributed.balance import spread as spread_evenly
 from torchopt_dist.distributed.calls import spread
 from torchopt_dist.distributed.calls.gather import gather
@@ -47,13 +49,6 @@ from torchopt_dist.distributed.partition import (
 from torchopt_dist.distributed.reduce import check_reducer
 from torchopt_dist.distributed.worker import execute
 from torchopt_dist.distributed.worker.one_value import one_value
-from torchopt_dist.distributed.worker.team_group import (
-    CONNECT_SECONDS,
-    LEFT_SECONDS,
-    TeamGroup,
-    connect,
-    store_at,
-)
 from torchopt_dist.errors import CollectiveError, WorkerLostError
 from torchopt_dist.typing import Args, KwArgs
 
@@ -207,7 +202,7 @@ class _Member(_OfTeam):
 
     ranks: _Ranks
     number: int
-    made: TeamGroup | None = None
+    made: WatchedGroup | None = None
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -225,7 +220,7 @@ class _First(_OfTeam):
 
     teams: list[_Ranks]
     options: ExecutionOptions
-    made: TeamGroup | None = None
+    made: WatchedGroup | None = None
 
     def __call__(self, share: _Tasks) -> list[tuple[int, int, Any]]:
         """Run the tasks of a share with the other members; returns each one's place, size and value."""
@@ -280,7 +275,7 @@ class _First(_OfTeam):
 
 
 @contextmanager
-def _as_member(made: TeamGroup, ranks: _Ranks) -> Iterator[None]:
+def _as_member(made: WatchedGroup, ranks: _Ranks) -> Iterator[None]:
     """A context in which this worker computes for a team; an error ends the team's collectives on all members."""
     group = answering_group()
     if made.has_failed:
@@ -300,7 +295,7 @@ def _as_member(made: TeamGroup, ranks: _Ranks) -> Iterator[None]:
         raise
 
 
-def _end_with(made: TeamGroup, request: int, reply: Future[list[Any]]) -> None:
+def _end_with(made: WatchedGroup, request: int, reply: Future[list[Any]]) -> None:
     """Note that another member is done, or has no value and so ends all collectives."""
     if reply.exception() is None:
         made.leave(request)
@@ -308,7 +303,7 @@ def _end_with(made: TeamGroup, request: int, reply: Future[list[Any]]) -> None:
         made.fail()
 
 
-def _tell_late(values: dict[int, Future[list[Any]]], ranks: _Ranks, made: TeamGroup, group: Group) -> None:
+def _tell_late(values: dict[int, Future[list[Any]]], ranks: _Ranks, made: WatchedGroup, group: Group) -> None:
     """Tell members that are still at work that this one is done, as they may wait for it in vain."""
     if values[group.rank].exception() is not None:
         return
@@ -322,14 +317,14 @@ def _tell_late(values: dict[int, Future[list[Any]]], ranks: _Ranks, made: TeamGr
 
 def _note_failed(ranks: _Ranks, number: int) -> None:
     """On another member: one has raised an error."""
-    made: TeamGroup | None = answering_group().teams.get(ranks)
+    made: WatchedGroup | None = answering_group().teams.get(ranks)
     if made is not None and made.number == number:
         made.fail()
 
 
 def _note_left(ranks: _Ranks, number: int) -> None:
     """On another member: the first one is done."""
-    made: TeamGroup | None = answering_group().teams.get(ranks)
+    made: WatchedGroup | None = answering_group().teams.get(ranks)
     if made is not None and made.number == number:
         made.leave(made.request)
 
@@ -346,26 +341,32 @@ def _gathered(values: dict[int, Future[list[Any]]], group: Group) -> dict[int, l
         raise
 
 
-def _connected(group: Group, ranks: _Ranks) -> TeamGroup:
+def _connected(group: Group, ranks: _Ranks) -> WatchedGroup:
     """The process group of a team whose first worker this one is."""
-    known: TeamGroup | None = group.teams.get(ranks)
+    known: WatchedGroup | None = group.teams.get(ranks)
     if known is not None and not known.has_failed:
         return known
     number = next(group.numbers)
     host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    store = store_at(host, 0, is_master=True)
+    store = _store_at(host, 0, is_master=True)
     joined = {rank: group.ask(rank, _join, ranks, number, host, store.port) for rank in ranks[1:]}
     joined[group.rank] = Future()  # in a thread, since a worker may be lost while this one waits in C++
     enter = functools.partial(_enter, group, ranks, number, store)
     settle_in_thread(group.threads, enter, joined[group.rank], group.names[group.rank])
     gather(joined, group.names, CONNECT_SECONDS)
-    made: TeamGroup = group.teams[ranks]
+    made: WatchedGroup = group.teams[ranks]
     return made
 
 
 def _join(ranks: _Ranks, number: int, host: str, port: int) -> None:
     """On another member: enter the process group."""
-    _enter(answering_group(), ranks, number, store_at(host, port, is_master=False))
+    _enter(answering_group(), ranks, number, _store_at(host, port, is_master=False))
+
+
+def _store_at(host: str, port: int, *, is_master: bool) -> dist.TCPStore:
+    """Where the members of a team meet; its first one keeps it."""
+    limit = timedelta(seconds=CONNECT_SECONDS)
+    return dist.TCPStore(host, port, None, is_master=is_master, wait_for_workers=False, timeout=limit)
 
 
 def _enter(group: Group, ranks: _Ranks, number: int, store: dist.Store) -> None:
@@ -378,4 +379,4 @@ def _enter(group: Group, ranks: _Ranks, number: int, store: dist.Store) -> None:
             if rank in group.membership.failures:
                 raise group.membership.loss_of(rank)
 
-    group.teams[ranks] = connect(ranks, number, store, check)
+    group.teams[ranks] = registered(ranks, lambda rank, size: watched_group(rank, size, number, store, check))
