@@ -180,7 +180,9 @@ def watched_group(
         store: where they meet; nobody else uses it.
         check: raises an error if a member is lost.
     """
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timedelta(seconds=CONNECT_SECONDS))
+    gloo = dist.ProcessGroupGloo(
+        dist.PrefixStore("cpu", store), rank, size, timedelta(seconds=CONNECT_SECONDS)
+    )
     gloo._set_default_timeout(PATIENCE)
     backends: dict[str, Any] = {"cpu": gloo}
     if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
@@ -199,7 +201,9 @@ def registered(ranks: Sequence[int], make: Callable[[int, int], WatchedGroup]) -
         dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["cpu", "cuda"])
     options: Any = make
     # As of members alone, since torch names others by how many this process has made.
-    made: Any = dist.new_group(list(ranks), backend=BACKEND, pg_options=options, use_local_synchronization=True)
+    made: Any = dist.new_group(
+        list(ranks), backend=BACKEND, pg_options=options, use_local_synchronization=True
+    )
     assert isinstance(made, WatchedGroup)
     return made
 

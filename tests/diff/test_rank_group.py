@@ -69,7 +69,9 @@ def test_a_rank_that_does_not_come_to_a_loop_is_named() -> None:
     one, other = Signs(store, 0, 2, QUICK), Signs(store, 1, 2, QUICK)
     with one.coming():
         one.check()  # it has just begun to wait
-        with pytest.warns(RuntimeWarning, match=r"rank 1 has not come to a loop .* for 0\.1 s, and rank 0 waits"):
+        with pytest.warns(
+            RuntimeWarning, match=r"rank 1 has not come to a loop .* for 0\.1 s, and rank 0 waits"
+        ):
             assert waited_for(lambda: time.sleep(0.05) or one.check() or one._waits_since is None)
     with other.coming(), one.coming(), pytest.warns(RuntimeWarning, match="rank 1 has not come"):
         assert waited_for(lambda: one.check() or one._waits_since is None)  # to the second one

@@ -31,7 +31,13 @@ from torchopt_dist._future import Future, as_completed
 from torchopt_dist._random_turns import draw_seed_returnable, lent, seed_of_task
 from torchopt_dist._team import Team, in_team, team
 from torchopt_dist._threads import settle_by, settle_in_thread
-from torchopt_dist._watched_group import CONNECT_SECONDS, LEFT_SECONDS, WatchedGroup, registered, watched_group
+from torchopt_dist._watched_group import (
+    CONNECT_SECONDS,
+    LEFT_SECONDS,
+    WatchedGroup,
+    registered,
+    watched_group,
+)
 from torchopt_dist.distributed.balance import spread as spread_evenly
 from torchopt_dist.distributed.calls import spread
 from torchopt_dist.distributed.calls.gather import gather

@@ -197,7 +197,9 @@ class Signs:
     def watch(self, on_loss: Callable[[], None]) -> None:
         """Give signs and look at those of the others, in a thread; call a function when a rank is lost."""
         if self._others:
-            thread = threading.Thread(target=self._watch, args=(on_loss,), name="todist signs of life", daemon=True)
+            thread = threading.Thread(
+                target=self._watch, args=(on_loss,), name="todist signs of life", daemon=True
+            )
             thread.start()
 
     def end(self) -> None:
@@ -266,7 +268,9 @@ class Signs:
     def _not_come(self) -> list[int]:
         """The ranks that are not at this loop yet."""
         names = {rank: f"loop/{rank}" for rank in self._others}
-        there = {rank: self._store.check([name]) and int(self._store.get(name)) for rank, name in names.items()}
+        there = {
+            rank: self._store.check([name]) and int(self._store.get(name)) for rank, name in names.items()
+        }
         return [rank for rank, loops in there.items() if loops < self._loops]
 
     def _watch(self, on_loss: Callable[[], None]) -> None:

@@ -8,7 +8,6 @@ gradients, which together are as many bytes as one all-reduce.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.diff.adjoints._model import Model
-from torchopt_dist.diff.adjoints._ranks import Ranks
+from torchopt_dist.diff.adjoints._ranks import Ranks, kinds, local
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptionalTensor
 
@@ -40,14 +39,17 @@ class ShardedModel(Model):
         self._spec, self.buffers = whole._spec, whole.buffers
         moved = [whole.leaves[place] for place in self.moved_places]
         self._shapes = [tensor.shape for tensor in moved]
-        with torch.enable_grad():
-            parts = _Part.apply(ranks, *moved)
+        with (
+            torch.enable_grad()
+        ):  # the gradient of a part is zero elsewhere, and all ranks' sum is that of the whole
+            same = local(Ranks(ranks.group, sums=True), moved)
+            parts = [ranks.part(tensor.reshape(-1)) for tensor in same]
         self.leaves = self._with(whole.leaves, parts)
 
     def gathered(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Parts → whole parameters, whose gradients come back as the parts of their means."""
         moved = [leaves[place] for place in self.moved_places]
-        return self._with(leaves, _Gather.apply(self._ranks, self._shapes, *moved))
+        return self._with(leaves, _Gather.apply(self._ranks, self._shapes, True, *moved))
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
         return self.whole.filled(self.gathered(leaves), buffers)
@@ -109,7 +111,7 @@ def check_elementwise(optimizer: GradientTransformation, model: Model) -> None:
                     )
 
 
-def _in_rows(ranks: Ranks, tensors: Sequence[Tensor]) -> Tensor:
+def _rows(ranks: Ranks, tensors: Sequence[Tensor]) -> Tensor:
     """Tensors, laid out so that each rank's parts are one row."""
     rows = []
     for tensor in tensors:
@@ -120,73 +122,48 @@ def _in_rows(ranks: Ranks, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _by_kind(
-    tensors: Sequence[Tensor], function: Callable[[list[int]], Sequence[Tensor]]
+    tensors: Sequence[Tensor], function: Callable[[Sequence[Tensor], list[int]], Sequence[Tensor]]
 ) -> tuple[Tensor, ...]:
-    """Call a function with the places of the tensors of each dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+    """Call a function with the tensors of each dtype and device, and with their places."""
     found: dict[int, Tensor] = {}
-    for places in kinds.values():
-        found.update(zip(places, function(places), strict=True))
+    for places in kinds(tensors):
+        found.update(zip(places, function([tensors[place] for place in places], places), strict=True))
     return tuple(found[place] for place in range(len(tensors)))
 
 
-def _parts(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The parts of this rank, in memory of their own."""
-
-    def part(tensor: Tensor) -> Tensor:
-        return _in_rows(ranks, [tensor])[ranks.rank].clone()
-
-    return tuple(map(part, tensors))
-
-
-def _whole(
-    ranks: Ranks, shapes: Sequence[torch.Size], parts: Sequence[Tensor], places: list[int]
-) -> list[Tensor]:
-    own = torch.cat([parts[place].detach() for place in places])
-    rows = own.new_empty(ranks.size, len(own))
-    ranks.group.all_gather(list(rows.unbind()), own)
-    pieces = rows.split([len(parts[place]) for place in places], 1)
-    return [
-        piece.contiguous().view(-1)[: shapes[place].numel()].view(shapes[place])
-        for place, piece in zip(places, pieces, strict=True)
-    ]
-
-
-def _scattered(ranks: Ranks, tensors: Sequence[Tensor], places: list[int]) -> list[Tensor]:
-    rows = _in_rows(ranks, [tensors[place] for place in places])
-    own = torch.empty_like(rows[0])
-    ranks.group.reduce_scatter(own, rows.view(-1))
-    own /= ranks.size
-    return list(own.split([-(-tensors[place].numel() // ranks.size) for place in places]))
-
-
 class _Gather(torch.autograd.Function):
-    """Parts → whole tensors in each rank's own computation."""
+    """Parts → whole tensors in each rank's own computation; with ``asks``, not all may get a gradient on a rank."""
 
     apply: ClassVar[Any]
 
     @staticmethod
-    def forward(ranks: Ranks, shapes: Sequence[torch.Size], *parts: Tensor) -> tuple[Tensor, ...]:
-        return _by_kind(parts, partial(_whole, ranks, shapes, parts))
+    def forward(ranks: Ranks, shapes: Sequence[torch.Size], asks: bool, *parts: Tensor) -> tuple[Tensor, ...]:
+        def whole(parts: Sequence[Tensor], places: list[int]) -> list[Tensor]:
+            own = torch.cat([part.detach() for part in parts])
+            rows = own.new_empty(ranks.size, len(own))
+            ranks.group.all_gather(list(rows.unbind()), own)
+            pieces = zip(places, rows.split([len(part) for part in parts], 1), strict=True)
+            # Each in memory of its own, as a dual of a part of another tensor has a tangent of that one's size.
+            return [piece.clone().flatten()[: shapes[at].numel()].view(shapes[at]) for at, piece in pieces]
+
+        return _by_kind(parts, whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ranks, ctx.shapes, *_ = inputs
-        ctx.set_materialize_grads(False)
+        ctx.ranks, ctx.shapes, ctx.asks, *_ = inputs
+        ctx.set_materialize_grads(not ctx.asks)
 
     @staticmethod
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
         if all(bar is None for bar in bars):
-            return None, None, *bars
-        filled = ctx.ranks.filled(bars, ctx.shapes)
+            return None, None, None, *bars
+        filled = ctx.ranks.filled(bars, ctx.shapes) if ctx.asks else bars
         found = iter(_Scatter.apply(ctx.ranks, *(bar for bar in filled if bar is not None)))
-        return None, None, *(None if bar is None else next(found) for bar in filled)
+        return None, None, None, *(None if bar is None else next(found) for bar in filled)
 
     @staticmethod
-    def jvp(ctx: Any, ranks: None, shapes: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_Gather.apply(ctx.ranks, ctx.shapes, *tangents))
+    def jvp(ctx: Any, ranks: None, shapes: None, asks: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_Gather.apply(ctx.ranks, ctx.shapes, ctx.asks, *tangents))
 
 
 class _Scatter(torch.autograd.Function):
@@ -196,7 +173,14 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _by_kind(tensors, partial(_scattered, ranks, tensors))
+        def scattered(tensors: Sequence[Tensor], places: list[int]) -> Sequence[Tensor]:
+            rows = _rows(ranks, tensors)
+            own = torch.empty_like(rows[0])
+            ranks.group.reduce_scatter(own, rows.view(-1))
+            own /= ranks.size
+            return own.split([-(-tensor.numel() // ranks.size) for tensor in tensors])
+
+        return _by_kind(tensors, scattered)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -205,69 +189,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
-        return None, *_Spread.apply(ctx.ranks, ctx.shapes, *bars)
+        return None, *_Gather.apply(ctx.ranks, ctx.shapes, False, *bars)
 
     @staticmethod
     def jvp(ctx: Any, ranks: None, *tangents: Tensor) -> tuple[Tensor, ...]:
         return tuple(_Scatter.apply(ctx.ranks, *tangents))
-
-
-class _Spread(_Gather):
-    """As :class:`_Gather`, of which all tensors have a gradient."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ranks, ctx.shapes, *_ = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
-        return None, None, *_Scatter.apply(ctx.ranks, *bars)
-
-    @staticmethod
-    def jvp(ctx: Any, ranks: None, shapes: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_Spread.apply(ctx.ranks, ctx.shapes, *tangents))
-
-
-class _Part(torch.autograd.Function):
-    """Tensors that all ranks have → this rank's parts."""
-
-    apply: ClassVar[Any]
-
-    @staticmethod
-    def forward(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _parts(ranks, tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ranks, *tensors = inputs
-        ctx.shapes = [tensor.shape for tensor in tensors]
-
-    @staticmethod
-    def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
-        return None, *_Joined.apply(ctx.ranks, ctx.shapes, *bars)
-
-    @staticmethod
-    def jvp(ctx: Any, ranks: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_Part.apply(ctx.ranks, *tangents))
-
-
-class _Joined(torch.autograd.Function):
-    """Parts → the tensors that all ranks have; the transpose of :class:`_Part`."""
-
-    apply: ClassVar[Any]
-
-    @staticmethod
-    def forward(ranks: Ranks, shapes: Sequence[torch.Size], *parts: Tensor) -> tuple[Tensor, ...]:
-        return _by_kind(parts, partial(_whole, ranks, shapes, parts))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ranks, ctx.shapes, *_ = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
-        return None, None, *_Part.apply(ctx.ranks, *bars)
-
-    @staticmethod
-    def jvp(ctx: Any, ranks: None, shapes: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_Joined.apply(ctx.ranks, ctx.shapes, *tangents))
