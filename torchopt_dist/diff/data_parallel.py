@@ -78,12 +78,12 @@ class DataParallel:
 
     group: Any = None
     own: Any = ()
-    shard: Literal["state"] | None = None
+    shard: Literal["state", "parameters"] | None = None
 
     def __post_init__(self) -> None:
         _check_group(self.group)
-        if self.shard not in (None, "state"):
-            raise ValueError(f"`shard` must be 'state' or None, got {self.shard!r}")
+        if self.shard not in (None, "state", "parameters"):
+            raise ValueError(f"`shard` must be 'state', 'parameters' or None, got {self.shard!r}")
 
     @property
     def ranks(self) -> RankGroup:
@@ -101,14 +101,20 @@ class DataParallel:
                 "`shard` of DataParallel must be None with an adjoint that takes products of all parameters, got "
                 f"todist.{type(adjoint).__name__}"
             )
-        if isinstance(adjoint, Replayed) and (adjoint.sharded or adjoint.blocks is not None):
+        blocks = adjoint.blocks if isinstance(adjoint, Replayed) else None
+        if (self.shard == "parameters") != (blocks is not None):
             raise ValueError(
-                "`shard` of DataParallel must be None with `blocks` or `sharded` of todist.Replayed: with `shard` all "
-                "that it keeps is in parts already"
+                "`shard` of DataParallel must be 'parameters' with `blocks` of todist.Replayed, and 'state' without: "
+                "parameters are gathered block by block, or all together"
+            )
+        if isinstance(adjoint, Replayed) and adjoint.sharded:
+            raise ValueError(
+                "`sharded` of todist.Replayed must be False with `shard` of DataParallel, with which all that it keeps "
+                "is in parts already"
             )
         check_elementwise(optimizer, model)
         moved = tuple(model.leaves[place] for place in model.moved_places)
-        return ShardedModel(model, Ranks(self.ranks, moved=moved))
+        return ShardedModel(model, Ranks(self.ranks, moved=moved), by_block=blocks is not None)
 
     def spread(self, loop: Loop, adjoint: Adjoint, meta: Any) -> Loop:
         """The loop as each rank runs it."""

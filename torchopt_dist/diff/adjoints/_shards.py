@@ -7,14 +7,17 @@ gradients, which together are as many bytes as one all-reduce.
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist.diff.adjoints._model import Model
+from torchopt_dist.diff.adjoints._model import Model, ModuleModel
 from torchopt_dist.diff.adjoints._ranks import Ranks, kinds, local
 from torchopt_dist.transform.base import GradientTransformation
 from torchopt_dist.typing import OptionalTensor
@@ -31,10 +34,17 @@ class ShardedModel(Model):
     Args:
         whole: the model; its parameters keep their history.
         ranks: those that have the parts.
+        by_block: whether memory for all parameters at a time is to be spared where it can be.
     """
 
-    def __init__(self, whole: Model, ranks: Ranks) -> None:
-        self.whole, self._ranks = whole, ranks
+    def __init__(self, whole: Model, ranks: Ranks, *, by_block: bool = False) -> None:
+        self.whole, self._ranks, self._by_block = whole, ranks, by_block
+        self._inside: frozenset[int] = frozenset()
+        """Places of parameters that are gathered in blocks."""
+        self._turns: Counter[tuple[int, ...]] | None = None
+        """In a sweep through blocks, how often parameters were gathered; each time others of them get a gradient."""
+        self._ranks_of: dict[Any, Ranks] = {}
+        """For some parameters and their turn."""
         self.first_places, self.moved_places = whole.first_places, whole.moved_places
         self._spec, self.buffers = whole._spec, whole.buffers
         moved = [whole.leaves[place] for place in self.moved_places]
@@ -48,8 +58,66 @@ class ShardedModel(Model):
 
     def gathered(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Parts → whole parameters, whose gradients come back as the parts of their means."""
-        moved = [leaves[place] for place in self.moved_places]
-        return self._with(leaves, _Gather.apply(self._ranks, self._shapes, True, *moved))
+        found = {place: leaves[place] for place in self._inside}
+        found |= self._whole_at([place for place in self.moved_places if place not in self._inside], leaves)
+        return self._with(leaves, [found[place] for place in self.moved_places])
+
+    def part(self, name: str) -> nn.Module:
+        return self.whole.part(name)
+
+    def in_blocks(self, names: Sequence[str]) -> Model:
+        """As :meth:`Model.in_blocks`; a parameter that is used in blocks alone is gathered when one is called."""
+        assert isinstance(self.whole, ModuleModel)
+        made = copy.copy(self)
+        count = Counter(index for _, _, index in self.whole.places_in(self.whole.part("")))
+        of_blocks = [self.whole.places_in(self.whole.part(name)) for name in names]
+        count.subtract(i for _, _, i in {(id(held), n, i) for block in of_blocks for held, n, i in block})
+        made._inside = frozenset(place for place in self.moved_places if not count[place])
+        made._turns = Counter()
+        return made
+
+    def block_forward(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if not self._inside:
+            return forward
+        assert isinstance(self.whole, ModuleModel)
+        places = [place for place in self.whole.places_in(block) if place[2] in self._inside]
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            parts = {index: container[name] for container, name, index in places}
+            whole = self._whole_at(list(parts), parts)
+            try:
+                for container, name, index in places:
+                    container[name] = whole[index]
+                return forward(*args, **kwargs)
+            finally:
+                for container, name, index in places:
+                    container[name] = parts[index]
+
+        return called
+
+    def refuse_outside(self, used: Sequence[int]) -> None:
+        """Raise an error if one of these moved parameters, by its number, is a part outside of the blocks."""
+        if wrong := [number for number in used if self.moved_places[number] in self._inside]:
+            raise ValueError(
+                "`loss` must use the parameters of `blocks` by calling these with `shard='parameters'`, since a rank "
+                f"has only parts of them elsewhere: it uses parameter {wrong[0]} of those that are moved outside of "
+                "its block; give the optimizer the weight decay"
+            )
+
+    def _whole_at(self, places: list[int], leaves: Any) -> dict[int, Tensor]:
+        """The whole parameters at some places."""
+        if not places:
+            return {}
+        key = (*places, -1)
+        if self._turns is not None:
+            self._turns[tuple(places)] += 1
+            key = (*places, self._turns[tuple(places)])
+        if key not in self._ranks_of:
+            moved = [self._ranks.moved[self.moved_places.index(place)] for place in places]
+            self._ranks_of[key] = replace(self._ranks, moved=moved)
+        shapes = [self._shapes[self.moved_places.index(place)] for place in places]
+        made = _Gather.apply(self._ranks_of[key], shapes, True, *(leaves[place] for place in places))
+        return dict(zip(places, made, strict=True))
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
         return self.whole.filled(self.gathered(leaves), buffers)
@@ -64,7 +132,9 @@ class ShardedModel(Model):
         return self.whole.buffers_now()
 
     def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], *, last: bool = False) -> Any:
-        gathered = self.gathered(leaves)
+        together = [[place] for place in self.moved_places] if self._by_block else [[*self.moved_places]]
+        found = {place: leaf for places in together for place, leaf in self._whole_at(places, leaves).items()}
+        gathered = self._with(leaves, [found[place] for place in self.moved_places])
         for place in self.moved_places:
             if not gathered[place].requires_grad and leaves[place].requires_grad:
                 gathered[place].requires_grad_()
@@ -113,12 +183,10 @@ def check_elementwise(optimizer: GradientTransformation, model: Model) -> None:
 
 def _rows(ranks: Ranks, tensors: Sequence[Tensor]) -> Tensor:
     """Tensors, laid out so that each rank's parts are one row."""
-    rows = []
-    for tensor in tensors:
-        size = -(-tensor.numel() // ranks.size)
-        flat = tensor.detach().reshape(-1)
-        rows.append(torch.cat([flat, flat.new_zeros(size * ranks.size - len(flat))]).view(ranks.size, size))
-    return torch.cat(rows, 1)
+    flats = [tensor.detach().reshape(-1) for tensor in tensors]
+    rests = [-len(flat) % ranks.size for flat in flats]
+    rows = [nn.functional.pad(flat, (0, rest)) if rest else flat for flat, rest in zip(flats, rests, strict=True)]
+    return torch.cat([row.view(ranks.size, -1) for row in rows], 1)
 
 
 def _by_kind(
