@@ -185,7 +185,9 @@ def _rows(ranks: Ranks, tensors: Sequence[Tensor]) -> Tensor:
     """Tensors, laid out so that each rank's parts are one row."""
     flats = [tensor.detach().reshape(-1) for tensor in tensors]
     rests = [-len(flat) % ranks.size for flat in flats]
-    rows = [nn.functional.pad(flat, (0, rest)) if rest else flat for flat, rest in zip(flats, rests, strict=True)]
+    rows = [
+        nn.functional.pad(flat, (0, rest)) if rest else flat for flat, rest in zip(flats, rests, strict=True)
+    ]
     return torch.cat([row.view(ranks.size, -1) for row in rows], 1)
 
 
