@@ -126,7 +126,8 @@ class Problem:
         params = [p for p in self.model.parameters() if p.requires_grad]
         value = self.outer(made.params) + made.losses.sum() * (0.1 if made.losses.requires_grad else 0)
         found = torch.autograd.grad(value, [self.own, self.decay, self.lr, *params], allow_unused=True)
-        return [_numbers(one) for one in [*found, made.losses]]
+        norms = [made.gradient_norms] if options.get("diagnose") else []
+        return [_numbers(one) for one in [*found, made.losses, *norms]]
 
 
 @cache
@@ -307,6 +308,7 @@ ASKED: dict[str, Callable[[int, int], Numbers]] = {
 for _name in ("recorded", "sharded", "snapshots"):
     ASKED[f"tied {_name}"] = partial(_gradients, adjoint=_name, make=Frozen)
     ASKED[f"stop {_name}"] = partial(_gradients, adjoint=_name, stop=_stop)
+    ASKED[f"diagnosed {_name}"] = partial(_gradients, adjoint=_name, steps=4, diagnose=True)
 for _name in ("recorded", "replayed"):
     ASKED[f"second {_name}"] = partial(_of_problem, function=_second, adjoint=_name)
     ASKED[f"vmap {_name}"] = partial(_of_problem, function=_vmap, adjoint=_name)
@@ -447,6 +449,7 @@ def messages() -> dict[str, str]:
             adjoint=todist.Replayed(blocks="auto"),
             parallel=todist.DataParallel(shard="parameters"),
         ),
+        "diagnosed parts": lambda: run(parallel=todist.DataParallel(shard="state"), diagnose=True),
         "parts of products": lambda: run(parallel=todist.DataParallel(shard="state"), adjoint=todist.SAMA()),
         "shard": lambda: todist.DataParallel(shard="all"),  # type: ignore[arg-type]
         "group": lambda: todist.DataParallel("gloo"),

@@ -74,6 +74,7 @@ MESSAGES = {
     "not in meta": "`own` of DataParallel must be of tensors that `meta` lists",
     "in the optimizer": "`own` of DataParallel must not have tensors that the optimizer uses",
     "parts of a norm": "`shard` of DataParallel must be None with an optimizer that combines the elements",
+    "diagnosed parts": "`diagnose` must be False with `shard` of DataParallel",
     "parts of products": "an adjoint that takes products of all parameters, got todist.SAMA",
     "parts by block": "`shard` of DataParallel must be 'parameters' with `blocks` of todist.Replayed, and 'state'",
     "parameters without blocks": "`shard` of DataParallel must be 'parameters' with `blocks` of todist.Replayed",
