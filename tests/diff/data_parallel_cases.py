@@ -211,6 +211,31 @@ def _second(problem: Problem, adjoint: Any, **parts: Any) -> Numbers:
     return [_numbers(one) for one in [*again, made.losses]]
 
 
+def _nested(problem: Problem, adjoint: Any) -> Numbers:
+    """A loop around those of the ranks, which is no loop of ranks itself, and puts others in the places of tensors."""
+    first = torch.tensor(0.02, dtype=torch.float64, requires_grad=True)
+
+    def outer(rate: Tensor) -> Tensor:
+        made = todist.inner_loop(
+            lambda model, at: problem.loss(model, at) * (1 + rate),
+            todist.sgd(lr=problem.lr + rate),
+            problem.model,
+            problem.batch,
+            steps=2,
+            meta=(problem.own, problem.decay, rate),
+            adjoint=todist.Replayed(),
+            parallel=problem.parallel(),
+        )
+        value = problem.outer(made.params)
+        return value if problem.size == 1 else todist.mean_over(value)
+
+    params = tuple(problem.model.parameters())
+    meta = (problem.own, problem.decay, problem.lr, *params)
+    made = todist.inner_loop(outer, todist.sgd(lr=0.1), first, 2, meta=meta, adjoint=adjoint())
+    found = torch.autograd.grad(made.params, [problem.own, problem.decay, problem.lr, first])
+    return [_numbers(one) for one in [*found, made.losses]]
+
+
 def _vmap(problem: Problem, adjoint: Any) -> Numbers:
     parallel = problem.parallel()
     tree = dict(problem.model.named_parameters())
@@ -311,6 +336,7 @@ for _name in ("recorded", "sharded", "snapshots"):
     ASKED[f"diagnosed {_name}"] = partial(_gradients, adjoint=_name, steps=4, diagnose=True)
 for _name in ("recorded", "replayed"):
     ASKED[f"second {_name}"] = partial(_of_problem, function=_second, adjoint=_name)
+    ASKED[f"nested {_name}"] = partial(_of_problem, function=_nested, adjoint=_name)
     ASKED[f"vmap {_name}"] = partial(_of_problem, function=_vmap, adjoint=_name)
 for _name in ("recorded", "reverse", "forward", "snapshots", "truncated", "first order", "reptile"):
     ASKED[f"parts {_name} adam"] = partial(_parts, adjoint=_name, optimizer="adam")

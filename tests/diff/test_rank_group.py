@@ -55,9 +55,9 @@ def test_a_collective_that_is_queued_on_a_gpu_ends_with_an_error() -> None:
     group = WatchedGroup(0, 2, 0, {"cuda": nccl, "cpu": nccl}, signs.check)
     ranks = RankGroup(group, signs)
     flat = SimpleNamespace(is_cuda=True)
+    signs.watch(group.fail)
     with pytest.raises(todist.CollectiveError, match="rank 1 has given no sign of life"), ranks.failing():
         ranks.all_reduce(flat)  # type: ignore[arg-type]  # it is queued, and the loop goes on
-        signs.watch(group.fail)
     assert waited_for(aborted.is_set)
     assert not ranks.is_open
     with pytest.raises(todist.CollectiveError, match="was closed after an error"):

@@ -46,7 +46,8 @@ class DataParallel:
 
     If a rank raises an error in the loop or in the backward pass of its steps, or dies, the others get an error at
     once; if it is stopped or cannot be reached, after the patience of :class:`~torchopt_dist.Liveness` in the variable
-    ``TODIST_LIVENESS``. A rank that just does not come to a loop is waited for until the time-out of the process group.
+    ``TODIST_LIVENESS``. A rank that just does not come to a loop is waited for, half an hour at most; a
+    ``RuntimeWarning`` names it after the patience.
 
     Args:
         group: a process group, a ``DeviceMesh`` of one dimension, or a :func:`~torchopt_dist.team`; the default group,
@@ -58,15 +59,17 @@ class DataParallel:
             keeps, and the parameters are whole on it only while a loss is evaluated. The result's state is a part, too.
             The optimizer must move each element by itself, and the adjoint be :class:`~torchopt_dist.Recorded`,
             :class:`~torchopt_dist.Replayed` without ``blocks``, :class:`~torchopt_dist.Truncated`,
-            :class:`~torchopt_dist.FirstOrder` or :class:`~torchopt_dist.Reptile`.
+            :class:`~torchopt_dist.FirstOrder` or :class:`~torchopt_dist.Reptile`. ``"parameters"``, with
+            ``Replayed(blocks=...)``: the parameters of a block are whole only while it is called, so a loss must not
+            use them in another way.
 
     Raises:
         TypeError: ``group`` is neither of these.
         RuntimeError: there is no process group.
         ValueError: the mesh has more than one dimension; ``shard`` is neither of these; or, from ``inner_loop``: the
             ranks have different parameters, meta tensors, steps or optimizers; ``own`` has a tensor that is not in
-            ``meta``, or that the optimizer uses; with ``shard``, the optimizer or the adjoint is another one, or
-            ``meta`` has a tensor of the optimizer.
+            ``meta``, or that the optimizer uses; with ``shard``, the optimizer or the adjoint is another one,
+            ``meta`` has a tensor of the optimizer, or the loss uses a parameter of a block outside of it.
         CollectiveError: from ``inner_loop`` and from the backward pass: a rank has died, was stopped, or has raised an
             error, whose text is in the message.
 

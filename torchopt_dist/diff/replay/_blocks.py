@@ -162,8 +162,8 @@ class _Sweep:
         blocks = list({id(block): (name, block) for name, block in self._blocks}.values())
         own = [vars(block).get("forward") for _, block in blocks]
         for name, block in blocks:
-            forward = self._loop.model.block_forward(block, block.forward)
-            vars(block)["forward"] = partial(_with_graph, call, name, block, forward)
+            whole = self._loop.model.block_forward(block, block.forward)
+            vars(block)["forward"] = partial(_with_graph, call, name, block, whole)
         try:
             yield
         finally:
