@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torchopt_dist as todist
 from torchopt_dist import _watched_group
-from torchopt_dist.distributed import _teams as teams
+from torchopt_dist.distributed import _team_group as teams
 
 TASKS, EXAMPLES = 3, 8
 REPLAYED = todist.Replayed(sharded=True)
