@@ -49,6 +49,7 @@ GROUND = {
     "_versions",
     "_vjp",
     "_vmap",
+    "_watched_group",
     "errors",
     "pytree",
 }

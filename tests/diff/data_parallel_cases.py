@@ -8,13 +8,15 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
@@ -37,6 +39,27 @@ class Frozen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Three logits."""
         logits: Tensor = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return logits
+
+
+class Deep(nn.Module):
+    """Blocks, of which one has a frozen and an unused parameter, and layers before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(INPUTS, 7), nn.Linear(7, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7)) for _ in range(3)
+        )
+        self.blocks[1][0].bias.requires_grad_(False)
+        self.blocks[1].unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three logits."""
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.last(x)
         return logits
 
 
@@ -65,21 +88,29 @@ class Problem:
         return of_all[of_all % self.size == self.rank]
 
     def loss(self, model: Any, at: Tensor) -> Tensor:
-        """The weighted mean over this rank's examples."""
+        """The weighted mean over this rank's examples, and a decay: of what is in no block, if there are blocks."""
         each = F.cross_entropy(model(self.x[at]), self.y[at], reduction="none")
         weights = self.own[(at - self.rank) // self.size]
-        return (weights * each).mean() + self.decay * sum((p**2).sum() for p in model.parameters())
+        decayed = model.last.parameters() if isinstance(model, Deep) else model.parameters()
+        return (weights * each).mean() + self.decay * sum((p**2).sum() for p in decayed)
 
     def outer(self, model: Any) -> Tensor:
         """The mean over this rank's part of all examples."""
         part = slice(self.rank, None, self.size)
         return F.cross_entropy(model(self.x[part]), self.y[part])
 
+    def parallel(self, **parts: Any) -> todist.DataParallel | None:
+        """How the ranks run the loop; ``None`` without a process group."""
+        if not dist.is_initialized():
+            return None
+        group = alone_in_group() if self.size == 1 else None
+        return todist.DataParallel(group, own=self.own, **parts)
+
     def gradients(self, adjoint: Any, optimizer: Any, **options: Any) -> Numbers:
         """Of the weights (in a list, one a rank), and of what all ranks have: decay, rate, first parameters."""
         torch.manual_seed(3 + self.rank)
         parts = options.pop("parts", {})
-        parallel = todist.DataParallel(own=self.own, **parts) if dist.is_initialized() else None
+        parallel = self.parallel(**parts)
         steps = options.pop("steps", STEPS)
         made = todist.inner_loop(
             options.pop("loss", self.loss),
@@ -95,7 +126,14 @@ class Problem:
         params = [p for p in self.model.parameters() if p.requires_grad]
         value = self.outer(made.params) + made.losses.sum() * (0.1 if made.losses.requires_grad else 0)
         found = torch.autograd.grad(value, [self.own, self.decay, self.lr, *params], allow_unused=True)
-        return [_numbers(one) for one in [*found, made.losses]]
+        norms = [made.gradient_norms] if options.get("diagnose") else []
+        return [_numbers(one) for one in [*found, made.losses, *norms]]
+
+
+@cache
+def alone_in_group() -> Any:
+    """A process group of this rank alone."""
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _numbers(tensor: Tensor | None) -> Any:
@@ -111,6 +149,26 @@ OPTIMIZERS: dict[str, Callable[[Tensor], Any]] = {
     "adan": lambda lr: todist.adan(lr=lr, eps=1e-3),
     "clipped": lambda lr: todist.chain(todist.transform.clip_grad_norm(0.1), todist.adam(lr=lr, eps=1e-3)),
 }
+
+
+def _kinds_of(params: Any) -> Any:
+    return todist.pytree.map_tensors(lambda one: "matrix" if one.ndim == 2 else "other", params)
+
+
+OTHERS: dict[str, Callable[[Tensor], Any]] = {
+    "scheduled": lambda lr: todist.adam(lr=lambda step: lr / (1 + step), eps=1e-3),
+    "adadelta": lambda lr: todist.adadelta(lr=20 * lr, eps=1e-3),
+    "adafactor": lambda lr: todist.adafactor(lr=lr),
+    "adagrad": lambda lr: todist.adagrad(lr=lr, eps=1e-3),
+    "adamax": lambda lr: todist.adamax(lr=lr, eps=1e-3),
+    "lamb": lambda lr: todist.lamb(lr=lr, eps=1e-3),
+    "lion": lambda lr: todist.lion(lr=lr),
+    "muon": lambda lr: todist.transform.partition(
+        {"matrix": todist.muon(lr=lr), "other": todist.adamw(lr=lr, eps=1e-3)}, _kinds_of
+    ),
+    "radam": lambda lr: todist.radam(lr=lr, eps=1e-3),
+}
+"""The other optimizers, which run a few steps on each number of ranks."""
 ADJOINTS: dict[str, Callable[[], Any]] = {
     "recorded": todist.Recorded,
     "replayed": todist.Replayed,
@@ -136,7 +194,7 @@ CASES = [("adam", name) for name in ADJOINTS] + [
 
 
 def _second(problem: Problem, adjoint: Any, **parts: Any) -> Numbers:
-    parallel = todist.DataParallel(own=problem.own, **parts) if dist.is_initialized() else None
+    parallel = problem.parallel(**parts)
     made = todist.inner_loop(
         problem.loss,
         todist.adam(lr=problem.lr, eps=1e-3),
@@ -153,8 +211,33 @@ def _second(problem: Problem, adjoint: Any, **parts: Any) -> Numbers:
     return [_numbers(one) for one in [*again, made.losses]]
 
 
+def _nested(problem: Problem, adjoint: Any) -> Numbers:
+    """A loop around those of the ranks, which is no loop of ranks itself, and puts others in the places of tensors."""
+    first = torch.tensor(0.02, dtype=torch.float64, requires_grad=True)
+
+    def outer(rate: Tensor) -> Tensor:
+        made = todist.inner_loop(
+            lambda model, at: problem.loss(model, at) * (1 + rate),
+            todist.sgd(lr=problem.lr + rate),
+            problem.model,
+            problem.batch,
+            steps=2,
+            meta=(problem.own, problem.decay, rate),
+            adjoint=todist.Replayed(),
+            parallel=problem.parallel(),
+        )
+        value = problem.outer(made.params)
+        return value if problem.size == 1 else todist.mean_over(value)
+
+    params = tuple(problem.model.parameters())
+    meta = (problem.own, problem.decay, problem.lr, *params)
+    made = todist.inner_loop(outer, todist.sgd(lr=0.1), first, 2, meta=meta, adjoint=adjoint())
+    found = torch.autograd.grad(made.params, [problem.own, problem.decay, problem.lr, first])
+    return [_numbers(one) for one in [*found, made.losses]]
+
+
 def _vmap(problem: Problem, adjoint: Any) -> Numbers:
-    parallel = todist.DataParallel(own=problem.own) if dist.is_initialized() else None
+    parallel = problem.parallel()
     tree = dict(problem.model.named_parameters())
 
     def task(shift: Tensor) -> Tensor:
@@ -215,6 +298,12 @@ def _parts(
     )
 
 
+def _parameters(rank: int, size: int, optimizer: str, **settings: Any) -> Numbers:
+    parts = {"shard": "parameters"} if dist.is_initialized() else {}
+    adjoint = partial(todist.Replayed, blocks="auto", **settings)
+    return Problem(rank, size, Deep).gradients(adjoint, OPTIMIZERS[optimizer], parts=parts)
+
+
 def _stop(number: int, loss: Tensor) -> bool:
     return number == 4
 
@@ -227,7 +316,8 @@ def _gradients(
     make: Callable[[], nn.Module] = network,
     **options: Any,
 ) -> Numbers:
-    return Problem(rank, size, make).gradients(ADJOINTS[adjoint], OPTIMIZERS[optimizer], **options)
+    made = {**OPTIMIZERS, **OTHERS}[optimizer]
+    return Problem(rank, size, make).gradients(ADJOINTS[adjoint], made, **options)
 
 
 def _of_problem(
@@ -243,8 +333,10 @@ ASKED: dict[str, Callable[[int, int], Numbers]] = {
 for _name in ("recorded", "sharded", "snapshots"):
     ASKED[f"tied {_name}"] = partial(_gradients, adjoint=_name, make=Frozen)
     ASKED[f"stop {_name}"] = partial(_gradients, adjoint=_name, stop=_stop)
+    ASKED[f"diagnosed {_name}"] = partial(_gradients, adjoint=_name, steps=4, diagnose=True)
 for _name in ("recorded", "replayed"):
     ASKED[f"second {_name}"] = partial(_of_problem, function=_second, adjoint=_name)
+    ASKED[f"nested {_name}"] = partial(_of_problem, function=_nested, adjoint=_name)
     ASKED[f"vmap {_name}"] = partial(_of_problem, function=_vmap, adjoint=_name)
 for _name in ("recorded", "reverse", "forward", "snapshots", "truncated", "first order", "reptile"):
     ASKED[f"parts {_name} adam"] = partial(_parts, adjoint=_name, optimizer="adam")
@@ -253,6 +345,16 @@ for _name in OPTIMIZERS:
         ASKED[f"parts replayed {_name}"] = partial(_parts, adjoint="replayed", optimizer=_name)
 for _name in ("recorded", "replayed"):
     ASKED[f"parts tied {_name}"] = partial(_parts, adjoint=_name, optimizer="adamw", make=Frozen)
+for _name in OTHERS:
+    ASKED[f"few {_name}"] = partial(_gradients, adjoint="replayed", optimizer=_name, steps=3)
+ASKED["parameters adamw"] = partial(_parameters, optimizer="adamw")
+ASKED["parameters momentum"] = partial(_parameters, optimizer="momentum", store="cpu")
+ASKED["parameters adam"] = partial(_parameters, optimizer="adam", snapshots=3)
+ASKED["parameters second"] = lambda rank, size: _second(
+    Problem(rank, size, Deep),
+    ADJOINTS["blocks"],
+    **({"shard": "parameters"} if dist.is_initialized() else {}),
+)
 ASKED["parts second"] = lambda rank, size: _second(
     Problem(rank, size), ADJOINTS["replayed"], **({"shard": "state"} if dist.is_initialized() else {})
 )
@@ -260,7 +362,14 @@ ASKED["long sharded"] = lambda rank, size: Problem(rank, size).gradients(
     ADJOINTS["sharded"], OPTIMIZERS["adam"], steps=60
 )
 ASKED["unused replayed"] = lambda rank, size: _one_unused(Problem(rank, size))
-NAMES = {2: [*ASKED], 3: [*ASKED][::2], 4: [*ASKED][1::2]}
+_EACH = [name for name in ASKED if name.startswith("few") or name == "parameters adamw"]
+_REST = [name for name in ASKED if name not in _EACH]
+NAMES = {
+    1: [*_EACH, "sharded adam", "recorded sgd", "parts replayed adamw", "tied sharded", "second replayed"],
+    2: [*ASKED],
+    3: [*_EACH, *_REST[::2]],
+    4: [*_EACH, *_REST[1::2]],
+}
 """By the number of ranks, what is asked."""
 
 
@@ -268,12 +377,17 @@ def answers(rank: int, size: int) -> dict[str, Numbers]:
     """What all cases give on a rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    return {name: ASKED[name](rank, size) for name in NAMES.get(size, [*ASKED])}
+    asked = [*ASKED] if not dist.is_initialized() else NAMES[size]
+    return {name: ASKED[name](rank, size) for name in asked}
 
 
-def on_rank() -> dict[str, Numbers]:
-    """What a worker of a launch gives."""
-    return answers(dist.get_rank(), dist.get_world_size())
+def on_rank() -> dict[int, dict[str, Numbers]]:
+    """What a worker of a launch gives, by the number of ranks in its group; one of two also runs loops by itself."""
+    size = dist.get_world_size()
+    found = {size: answers(dist.get_rank(), size)}
+    if size == 2:
+        found[1] = answers(0, 1)
+    return found
 
 
 def evolution(rank: int, size: int) -> dict[str, Numbers]:
@@ -349,6 +463,19 @@ def messages() -> dict[str, str]:
             2,
             parallel=todist.DataParallel(shard="state"),
         ),
+        "parts by block": lambda: run(
+            parallel=todist.DataParallel(shard="state"), adjoint=todist.Replayed(blocks="auto")
+        ),
+        "parameters without blocks": lambda: run(parallel=todist.DataParallel(shard="parameters")),
+        "outside of its block": lambda: todist.inner_loop(
+            lambda model: model(torch.ones(1, 2)).sum() + (model[0].weight ** 2).sum(),
+            todist.sgd(lr=0.1),
+            nn.Sequential(*(nn.Linear(2, 2) for _ in range(2))).apply(_of_ones),
+            1,
+            adjoint=todist.Replayed(blocks="auto"),
+            parallel=todist.DataParallel(shard="parameters"),
+        ),
+        "diagnosed parts": lambda: run(parallel=todist.DataParallel(shard="state"), diagnose=True),
         "parts of products": lambda: run(parallel=todist.DataParallel(shard="state"), adjoint=todist.SAMA()),
         "shard": lambda: todist.DataParallel(shard="all"),  # type: ignore[arg-type]
         "group": lambda: todist.DataParallel("gloo"),
@@ -368,6 +495,11 @@ def messages() -> dict[str, str]:
             found[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
     return found
+
+
+def _of_ones(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.fill_(1.0)
 
 
 class Noisy(nn.Module):
@@ -659,16 +791,21 @@ def history() -> dict[str, tuple[int, float, float]]:
     for name, times in (("all_reduce", 2 * share), ("all_gather", share), ("reduce_scatter", size * share)):
         _count(name, times, sent)
     found = {}
-    for name, sharded, shard in (("whole", False, None), ("sharded", True, None), ("state", False, "state")):
+    for name, shard, adjoint in (
+        ("whole", None, todist.Replayed()),
+        ("sharded", None, todist.Replayed(sharded=True)),
+        ("state", "state", todist.Replayed()),
+        ("parameters", "parameters", todist.Replayed(blocks="auto")),
+    ):
 
-        def adapted(sharded: bool = sharded, shard: Any = shard) -> Any:
+        def adapted(adjoint: Any = adjoint, shard: Any = shard) -> Any:
             return todist.inner_loop(
                 lambda m: (m(x * scale) ** 2).mean(),
                 todist.adam(lr=0.01),
                 model,
                 16,
                 meta=scale,
-                adjoint=todist.Replayed(sharded=sharded),
+                adjoint=adjoint,
                 parallel=todist.DataParallel(shard=shard),
             )
 
@@ -679,9 +816,59 @@ def history() -> dict[str, tuple[int, float, float]]:
         backward = sent[0]
         made = adapted()
         results = [*made.params.parameters(), *todist.pytree.flatten(made.state)[0]]
-        size = sum(one.numel() * one.element_size() for one in results if isinstance(one, Tensor))
+        of_results = sum(one.numel() * one.element_size() for one in results if isinstance(one, Tensor))
         before = _held()
         del made, results
         steps = 16 * of_parameters
-        found[name] = (before - _held() - size, (forward - begin) / steps, (backward - forward) / steps)
+        found[name] = (before - _held() - of_results, (forward - begin) / steps, (backward - forward) / steps)
     return found
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes that the results of operations have had at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._held = 0, dict[int, tuple[StorageWeakRef, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._held = {name: one for name, one in self._held.items() if not one[0].expired()}
+        for leaf in todist.pytree.flatten(made)[0]:
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._held.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.most = max(self.most, sum(size for _, size in self._held.values()))
+        return made
+
+
+def peaks() -> dict[str, tuple[float, float]]:
+    """The most that a rank has at a time in a loop, and in its backward pass, in parameters of sixteen blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
+    of_parameters = sum(one.numel() * one.element_size() for one in model.parameters())
+    scale = torch.ones((), requires_grad=True)
+    x = torch.ones(2, 64)
+    found = {}
+    for name, shard in (("whole", None), ("parameters", "parameters")):
+        with _Live() as forward:
+            made = todist.inner_loop(
+                lambda m: (m(x * scale) ** 2).mean(),
+                todist.adam(lr=0.01),
+                model,
+                2,
+                meta=scale,
+                adjoint=todist.Replayed(blocks="auto", snapshots=1),
+                parallel=todist.DataParallel(shard=shard),  # type: ignore[arg-type]
+            )
+        value = (made.params(x) ** 2).mean()
+        with _Live() as backward:
+            torch.autograd.grad(value, scale)
+        found[name] = (forward.most / of_parameters, backward.most / of_parameters)
+        del made, value
+    return found
+
+
+def history_and_peaks() -> tuple[Any, Any]:
+    """Both."""
+    return peaks(), history()

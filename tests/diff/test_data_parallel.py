@@ -19,9 +19,12 @@ def alone() -> dict[str, Any]:
 
 
 @cache
+def on_ranks(size: int) -> Any:
+    return todist.launch(cases.on_rank, nproc_per_host=size, backend="gloo")
+
+
 def together(size: int) -> list[dict[str, Any]]:
-    made = todist.launch(cases.on_rank, nproc_per_host=size, backend="gloo")
-    return [made.rank(rank) for rank in range(size)]
+    return [on_ranks(max(size, 2)).rank(rank)[size] for rank in range(size)]
 
 
 def close(one: Any, other: Any) -> None:
@@ -71,8 +74,12 @@ MESSAGES = {
     "not in meta": "`own` of DataParallel must be of tensors that `meta` lists",
     "in the optimizer": "`own` of DataParallel must not have tensors that the optimizer uses",
     "parts of a norm": "`shard` of DataParallel must be None with an optimizer that combines the elements",
+    "diagnosed parts": "`diagnose` must be False with `shard` of DataParallel",
     "parts of products": "an adjoint that takes products of all parameters, got todist.SAMA",
-    "shard": "`shard` must be 'state' or None, got 'all'",
+    "parts by block": "`shard` of DataParallel must be 'parameters' with `blocks` of todist.Replayed, and 'state'",
+    "parameters without blocks": "`shard` of DataParallel must be 'parameters' with `blocks` of todist.Replayed",
+    "outside of its block": "`loss` must use the parameters of `blocks` by calling these with `shard='parameters'`",
+    "shard": "`shard` must be 'state', 'parameters' or None, got 'all'",
     "compiled": "`compile` must be False with `parallel`",
     "group": "TypeError: `group` must be a process group, a DeviceMesh or None, got str",
     "type": "TypeError: `parallel` must be a todist.DataParallel, got str",
@@ -151,19 +158,23 @@ def test_mean_over_and_vary_over_have_every_derivative() -> None:
         close(found["mapped"], torch.stack([gradient, 32 * gradient]).tolist())
 
 
-def test_each_rank_keeps_its_part_of_the_history_and_sends_what_the_closed_form_says() -> None:
-    made = todist.launch(cases.history, nproc_per_host=4, backend="gloo")
+def test_each_rank_keeps_its_part_and_sends_what_the_closed_form_says() -> None:
+    made = todist.launch(cases.history_and_peaks, nproc_per_host=4, backend="gloo")
     share, steps = 3 / 4, 16
     closed = {
         "whole": 2 * share * (steps + 1) / steps,
         "sharded": share * (3 + 3 / steps**0.5),
         "state": 4 * share,
+        "parameters": 6 * share,
     }
     for rank in range(4):
-        found = made.rank(rank)
+        peaks, found = made.rank(rank)
+        for whole, parts in zip(peaks["whole"], peaks["parameters"], strict=True):
+            # A part of all, the result or its gradient, and some blocks of which Gloo has not let go.
+            assert parts == pytest.approx(whole / 4 + 1, abs=0.8)
         for name, (kept, forward, backward) in found.items():
             assert kept / found["whole"][0] == pytest.approx(1 if name == "whole" else 1 / 4, rel=0.1)
-            assert forward == pytest.approx(2 * share, rel=0.04)
+            assert forward == pytest.approx((3 if name == "parameters" else 2) * share, rel=0.04)
             assert backward == pytest.approx(closed[name], rel=0.04)
 
 

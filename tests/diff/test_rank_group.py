@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import torchopt_dist as todist
-from torchopt_dist.diff.adjoints import _rank_group
+from torchopt_dist._watched_group import WatchedGroup
 from torchopt_dist.diff.adjoints._rank_group import RankGroup, Signs
 
 QUICK = todist.Liveness(interval=0.02, patience=0.1)
@@ -27,68 +27,63 @@ def waited_for(condition: Callable[[], Any]) -> bool:
     return bool(condition())
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 def test_a_silent_rank_is_lost_and_the_others_are_not() -> None:
     store, aborted = dist.HashStore(), threading.Event()
-    one = Signs(store, 0, 3, QUICK, aborted.set)
-    other = Signs(store, 1, 3, QUICK, None)
+    one, other = Signs(store, 0, 3, QUICK), Signs(store, 1, 3, QUICK)
+    one.watch(aborted.set)
+    other.watch(nothing)
     try:
         assert waited_for(lambda: one.lost and other.lost and aborted.is_set())
         assert "rank 2 has given no sign of life for 0.1 s" in str(one.lost)
         assert one.lost == other.lost
+        with pytest.raises(RuntimeError, match="rank 2 has given no sign of life"):
+            one.check()
     finally:
         one.end()
         other.end()
 
 
-class Nccl:
-    """A process group of two whose collectives are queued, and never done; the other rank gives no sign of life."""
-
-    def __init__(self) -> None:
-        self.aborted = threading.Event()
-        self.work = SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
-
-    def get_group_store(self) -> Any:
-        """A store."""
-        return dist.HashStore()
-
-    def abort(self) -> None:
-        """Note it."""
-        self.aborted.set()
-
-
-def test_a_collective_that_is_queued_on_a_gpu_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Nccl()
-    destroyed: list[Any] = []
-    stand_in = SimpleNamespace(
-        get_rank=lambda group: 0,
-        get_world_size=lambda group: 2,
-        get_backend_config=lambda group: "cuda:nccl",
-        PrefixStore=dist.PrefixStore,
-        all_reduce=lambda flat, group, async_op: group.work,
-        destroy_process_group=destroyed.append,
-    )
-    monkeypatch.setattr(_rank_group, "dist", stand_in)
-    monkeypatch.setenv("TODIST_LIVENESS", "interval=0.02,patience=0.1")
-    monkeypatch.setattr(RankGroup, "exchanged", lambda self, value: [value] * 2)
-    ranks = RankGroup(group)
+def test_a_collective_that_is_queued_on_a_gpu_ends_with_an_error() -> None:
+    aborted = threading.Event()
+    queued = SimpleNamespace(wait=nothing, is_completed=lambda: False)
+    nccl = SimpleNamespace(allreduce=lambda tensors: queued, abort=aborted.set)
+    signs = Signs(dist.HashStore(), 0, 2, QUICK)
+    group = WatchedGroup(0, 2, 0, {"cuda": nccl, "cpu": nccl}, signs.check)
+    ranks = RankGroup(group, signs)
+    flat = SimpleNamespace(is_cuda=True)
+    signs.watch(group.fail)
     with (
         pytest.raises(todist.errors.CollectiveError, match="rank 1 has given no sign of life"),
         ranks.failing(),
     ):
-        ranks.all_reduce(torch.ones(2))  # it is queued, and the loop goes on
-    assert waited_for(group.aborted.is_set)
-    assert destroyed == [group]
+        ranks.all_reduce(flat)  # type: ignore[arg-type]  # it is queued, and the loop goes on
+    assert waited_for(aborted.is_set)
     assert not ranks.is_open
-    with pytest.raises(todist.errors.CollectiveError, match="rank 1 has given no sign of life"):
+    with pytest.raises(todist.errors.CollectiveError, match="was closed after an error"):
         ranks.all_reduce(torch.ones(2))
+
+
+def test_a_rank_that_does_not_come_to_a_loop_is_named() -> None:
+    store = dist.HashStore()
+    one, other = Signs(store, 0, 2, QUICK), Signs(store, 1, 2, QUICK)
+    with one.coming():
+        one.check()  # it has just begun to wait
+        with pytest.warns(
+            RuntimeWarning, match=r"rank 1 has not come to a loop .* for 0\.1 s, and rank 0 waits"
+        ):
+            assert waited_for(lambda: time.sleep(0.05) or one.check() or one._waits_since is None)
+    with other.coming(), one.coming(), pytest.warns(RuntimeWarning, match="rank 1 has not come"):
+        assert waited_for(lambda: one.check() or one._waits_since is None)  # to the second one
+    with other.coming(), other.coming(), one.coming():  # now it has
+        assert waited_for(lambda: one.check() or one._waits_since is None)
 
 
 def test_an_error_is_left_for_the_others() -> None:
     store = dist.HashStore()
-    one, other = (Signs(store, rank, 2, QUICK, None) for rank in range(2))
-    try:
-        one.note_error("KeyError: 'no such example'")
-        assert other.errors() == ["rank 0 raised KeyError: 'no such example'"]
-    finally:
-        one.end()
-        other.end()
+    one, other = (Signs(store, rank, 2, QUICK) for rank in range(2))
+    one.note_error("KeyError: 'no such example'")
+    assert other.errors() == ["rank 0 raised KeyError: 'no such example'"]

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.running import run_python
-from tests.processes import torchrun
+from tests.processes import finish, start_python, start_torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "maml_parallel_inner.py"
 
 
 def test_one_worker_and_two_print_the_same(tmp_path):
-    short = ["--double", "--meta-steps", "6", "--filters", "8", "--output", str(tmp_path / "curve.png")]
-    alone = run_python(EXAMPLE, *short)
-    (tmp_path / "curve.png").unlink()
-    spread = torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short)
+    short = ["--double", "--meta-steps", "6", "--filters", "8", "--images", "200", "--output"]
+    alone, spread = finish(
+        start_python("-W", "error", EXAMPLE, *short, tmp_path / "alone.png"),
+        start_torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short, tmp_path / "spread.png"),
+    )
     losses = [
         [float(loss) for loss in re.search(r"outer loss: (\S+) at first, (\S+) after", output).groups()]
         for output in (alone, spread)
@@ -25,4 +25,5 @@ def test_one_worker_and_two_print_the_same(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
     assert losses[1][1] < losses[1][0] - 0.1
     assert "on 2 worker(s)" in spread
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("alone.png", "spread.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -22,10 +22,9 @@ from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Recorded, Replayed,
 from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._model import Model
-from torchopt_dist.diff.adjoints._rank_group import RankGroup, RanksOfTeam
+from torchopt_dist.diff.adjoints._rank_group import RankGroup, group_for_loops
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean, owned
 from torchopt_dist.diff.adjoints._shards import ShardedModel, check_elementwise
-from torchopt_dist.errors import CollectiveError
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["DataParallel", "mean_over", "run_together", "sum_over", "vary_over"]
@@ -47,7 +46,8 @@ class DataParallel:
 
     If a rank raises an error in the loop or in the backward pass of its steps, or dies, the others get an error at
     once; if it is stopped or cannot be reached, after the patience of :class:`~torchopt_dist.Liveness` in the variable
-    ``TODIST_LIVENESS``. A rank that just does not come to a loop is waited for until the time-out of the process group.
+    ``TODIST_LIVENESS``. A rank that just does not come to a loop is waited for, half an hour at most; a
+    ``RuntimeWarning`` names it after the patience.
 
     Args:
         group: a process group, a ``DeviceMesh`` of one dimension, or a :func:`~torchopt_dist.team`; the default group,
@@ -59,15 +59,17 @@ class DataParallel:
             keeps, and the parameters are whole on it only while a loss is evaluated. The result's state is a part, too.
             The optimizer must move each element by itself, and the adjoint be :class:`~torchopt_dist.Recorded`,
             :class:`~torchopt_dist.Replayed` without ``blocks``, :class:`~torchopt_dist.Truncated`,
-            :class:`~torchopt_dist.FirstOrder` or :class:`~torchopt_dist.Reptile`.
+            :class:`~torchopt_dist.FirstOrder` or :class:`~torchopt_dist.Reptile`. ``"parameters"``, with
+            ``Replayed(blocks=...)``: the parameters of a block are whole only while it is called, so a loss must not
+            use them in another way.
 
     Raises:
         TypeError: ``group`` is neither of these.
         RuntimeError: there is no process group.
         ValueError: the mesh has more than one dimension; ``shard`` is neither of these; or, from ``inner_loop``: the
             ranks have different parameters, meta tensors, steps or optimizers; ``own`` has a tensor that is not in
-            ``meta``, or that the optimizer uses; with ``shard``, the optimizer or the adjoint is another one, or
-            ``meta`` has a tensor of the optimizer.
+            ``meta``, or that the optimizer uses; with ``shard``, the optimizer or the adjoint is another one,
+            ``meta`` has a tensor of the optimizer, or the loss uses a parameter of a block outside of it.
         CollectiveError: from ``inner_loop`` and from the backward pass: a rank has died, was stopped, or has raised an
             error, whose text is in the message.
 
@@ -79,12 +81,12 @@ class DataParallel:
 
     group: Any = None
     own: Any = ()
-    shard: Literal["state"] | None = None
+    shard: Literal["state", "parameters"] | None = None
 
     def __post_init__(self) -> None:
         _check_group(self.group)
-        if self.shard not in (None, "state"):
-            raise ValueError(f"`shard` must be 'state' or None, got {self.shard!r}")
+        if self.shard not in (None, "state", "parameters"):
+            raise ValueError(f"`shard` must be 'state', 'parameters' or None, got {self.shard!r}")
 
     @property
     def ranks(self) -> RankGroup:
@@ -102,14 +104,20 @@ class DataParallel:
                 "`shard` of DataParallel must be None with an adjoint that takes products of all parameters, got "
                 f"todist.{type(adjoint).__name__}"
             )
-        if isinstance(adjoint, Replayed) and (adjoint.sharded or adjoint.blocks is not None):
+        blocks = adjoint.blocks if isinstance(adjoint, Replayed) else None
+        if (self.shard == "parameters") != (blocks is not None):
             raise ValueError(
-                "`shard` of DataParallel must be None with `blocks` or `sharded` of todist.Replayed: with `shard` all "
-                "that it keeps is in parts already"
+                "`shard` of DataParallel must be 'parameters' with `blocks` of todist.Replayed, and 'state' without: "
+                "parameters are gathered block by block, or all together"
+            )
+        if isinstance(adjoint, Replayed) and adjoint.sharded:
+            raise ValueError(
+                "`sharded` of todist.Replayed must be False with `shard` of DataParallel, with which all that it keeps "
+                "is in parts already"
             )
         check_elementwise(optimizer, model)
         moved = tuple(model.leaves[place] for place in model.moved_places)
-        return ShardedModel(model, Ranks(self.ranks, moved=moved))
+        return ShardedModel(model, Ranks(self.ranks, moved=moved), by_block=blocks is not None)
 
     def spread(self, loop: Loop, adjoint: Adjoint, meta: Any) -> Loop:
         """The loop as each rank runs it."""
@@ -146,10 +154,11 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     """Run a loop that is spread over ranks, and connect what it makes on all of them."""
     ranks = loop.ranks
     assert ranks is not None
-    inside = list(loop.declared)
+    # Views, since what replaces tensors in a loop around this one does not see calls of autograd's functions.
+    inside = [tensor.view_as(tensor) for tensor in loop.declared]
     in_optimizer = {id(tensor) for tensor in tensors_within(loop.optimizer)}
     # With parts of parameters, each rank has a part of what a tensor of the optimizer does.
-    parts = [place for place, one in enumerate(inside) if ranks.shards and id(one) in in_optimizer]
+    parts = [place for place, one in enumerate(loop.declared) if ranks.shards and id(one) in in_optimizer]
     replicated = [place for place in range(len(inside)) if place not in ranks.own and place not in parts]
     summed = Ranks(ranks.group, sums=True)
     for places, function, among in (
@@ -160,8 +169,11 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
         made = function(among, [inside[place] for place in places])
         for place, tensor in zip(places, made, strict=True):
             inside[place] = tensor
-    with loop.instead_of_declared(inside):
-        outcome = adjoint.run(loop)
+    if isinstance(adjoint, Replayed) and not transforms_are_active():  # which runs the steps without a graph
+        outcome = adjoint.run(replace(loop, joined=tuple(inside)))
+    else:
+        with loop.instead_of_declared(inside):
+            outcome = adjoint.run(loop)
     places = loop.model.moved_places
     params = list(outcome.carry.params)
     leaves, spec = pytree.flatten(outcome.carry.state)
@@ -289,23 +301,13 @@ def _check_group(group: Any) -> None:
 
 def _group_of(group: Any) -> RankGroup:
     if isinstance(group, Team):
-        return RanksOfTeam(group)
+        return RankGroup(group.group)
     if isinstance(group, dist.device_mesh.DeviceMesh):
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
     known = _groups.get(group)
-    if known is not None and known.is_open:
-        return known
-    if group is dist.group.WORLD:
-        made = dist.new_group()
-    elif known is None:
-        ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-        made = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    else:  # torch would give it the name of the one before, and find the addresses of that one
-        raise CollectiveError(
-            "the ranks of this `group` have closed their connections after an error in a loop: make another group"
-        )
-    known = _groups[group] = RankGroup(made)
+    if known is None or not known.is_open:  # an error closes it on all ranks
+        known = _groups[group] = group_for_loops(group, 0 if known is None else known.number + 1)
     return known
 
 
@@ -326,7 +328,7 @@ def _agreed(ranks: Ranks, loop: Loop, adjoint: Adjoint) -> int:
     model = loop.model.whole if isinstance(loop.model, ShardedModel) else loop.model
     whole = [model.leaves[place] for place in model.moved_places]
     sums = {"parameters": _sums(whole), "replicated meta tensors": _sums(replicated)}
-    others = ranks.group.exchanged((facts, sums, loop.seed))
+    others = ranks.group.agreed((facts, sums, loop.seed))
     error = _difference(others)
     if error is not None:
         ranks.group.is_agreed = True

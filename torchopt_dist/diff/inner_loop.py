@@ -236,6 +236,10 @@ def _inner_loop(
         raise ValueError(
             "`diagnose` must be False with `compile`: a compiled step shows no gradients inside it"
         )
+    if diagnose and parallel is not None and parallel.shard is not None:
+        raise ValueError(
+            "`diagnose` must be False with `shard` of DataParallel: each rank sees a part of the gradients"
+        )
     norms = GradientNorms() if diagnose else None
     if norms is not None:
         optimizer, state = norms.watch(optimizer, state)

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Self, TypeAlias
@@ -25,12 +23,13 @@ from typing import Any, Self, TypeAlias
 import torch
 import torch.distributed as dist
 
-from torchopt_dist import _network
-from torchopt_dist._future import Future, as_completed
+from torchopt_dist._future import Future
 from torchopt_dist._random_turns import draw_seed_returnable, lent, seed_of_task
-from torchopt_dist._team import Team, in_team, team
-from torchopt_dist._threads import settle_by, settle_in_thread
+from torchopt_dist._team import team
+from torchopt_dist._threads import settle_by
 from torchopt_dist._types import Args, KwArgs
+from torchopt_dist._watched_group import WatchedGroup
+from torchopt_dist.distributed._team_group import Ranks, as_member, connected, end_with, tell_late
 from torchopt_dist.distributed.balance import spread as spread_evenly
 from torchopt_dist.distributed.calls import spread
 from torchopt_dist.distributed.calls.gather import gather
@@ -48,20 +47,12 @@ from torchopt_dist.distributed.partition import (
 from torchopt_dist.distributed.reduce import check_reducer
 from torchopt_dist.distributed.worker import execute
 from torchopt_dist.distributed.worker.one_value import one_value
-from torchopt_dist.distributed.worker.team_group import (
-    CONNECT_SECONDS,
-    LEFT_SECONDS,
-    TeamGroup,
-    connect,
-    store_at,
-)
-from torchopt_dist.errors import CollectiveError, WorkerLostError
+from torchopt_dist.errors import CollectiveError
 
 __all__ = ["TeamSize", "check_team", "on_teams"]
 
 TeamSize: TypeAlias = "int | dist.DeviceMesh | None"
 """How many workers run a task together, or a mesh whose last dimension they are."""
-_Ranks: TypeAlias = tuple[int, ...]
 _Reducer: TypeAlias = Callable[..., Any]
 
 _REFUSED = (
@@ -130,7 +121,7 @@ def on_teams(
     )
 
 
-def _teams_of(size: int | dist.DeviceMesh, group: Group) -> list[_Ranks]:
+def _teams_of(size: int | dist.DeviceMesh, group: Group) -> list[Ranks]:
     """The ranks of each team, in ascending order; in a world of one process it is a team of one."""
     workers = len(group.names)
     if workers == 1:
@@ -163,7 +154,7 @@ class _OntoTeams:
     """Arguments → a partition for each team's first worker, with all tasks of the team."""
 
     partitioner: Partitioner | None
-    teams: list[_Ranks]
+    teams: list[Ranks]
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
         given = dim_partitioner() if self.partitioner is None else self.partitioner
@@ -173,7 +164,7 @@ class _OntoTeams:
         parts = partition(given, args, kwargs)
         of_rank = {rank: ranks for ranks in self.teams for rank in ranks}
         anywhere = spread_evenly(len(parts), range(len(self.teams)))
-        shares: dict[_Ranks, _Tasks] = {}
+        shares: dict[Ranks, _Tasks] = {}
         for place, part in enumerate(parts):
             ranks = self.teams[anywhere[place]] if part.movable else of_rank.get(int(part.worker))
             if ranks is None:
@@ -205,9 +196,9 @@ class _OfTeam(functools.partial, Surrounded):  # type: ignore[type-arg]
 class _Member(_OfTeam):
     """The function on a member of the team, by its ranks and the number of its process group."""
 
-    ranks: _Ranks
+    ranks: Ranks
     number: int
-    made: TeamGroup | None = None
+    made: WatchedGroup | None = None
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -216,16 +207,16 @@ class _Member(_OfTeam):
             self.made = answering_group().teams.get(self.ranks)
         if self.made is None or self.made.number != self.number:
             raise CollectiveError("the process group of this team has been replaced by another one")
-        with _as_member(self.made, self.ranks):
+        with as_member(self.made, self.ranks):
             yield
 
 
 class _First(_OfTeam):
     """What the first worker of each of the ``teams`` runs."""
 
-    teams: list[_Ranks]
+    teams: list[Ranks]
     options: ExecutionOptions
-    made: TeamGroup | None = None
+    made: WatchedGroup | None = None
 
     def __call__(self, share: _Tasks) -> list[tuple[int, int, Any]]:
         """Run the tasks of a share with the other members; returns each one's place, size and value."""
@@ -242,7 +233,7 @@ class _First(_OfTeam):
         values: dict[int, Future[list[Any]]] = {group.rank: Future()}
         for rank in ranks[1:]:
             values[rank] = spread.call(siblings, rank, payload, modules)
-            values[rank].add_done_callback(functools.partial(_end_with, made, made.request))
+            values[rank].add_done_callback(functools.partial(end_with, made, made.request))
         _, settle_seed = draw_seed_returnable()
 
         def own() -> list[Any]:
@@ -251,7 +242,7 @@ class _First(_OfTeam):
             return ran.values
 
         settle_by(own, values[group.rank])
-        _tell_late(values, ranks, made, group)
+        tell_late(values, ranks, made, group)
         found = _gathered(values, group)
         settle_seed(siblings.drew)
         columns = zip(*(found[rank] for rank in ranks), strict=True)
@@ -269,69 +260,14 @@ class _First(_OfTeam):
                 group.leading.acquire()
         try:
             if self.made is None:
-                self.made = _connected(group, self._ranks(group))
-            with _as_member(self.made, self._ranks(group)):
+                self.made = connected(group, self._ranks(group))
+            with as_member(self.made, self._ranks(group)):
                 yield
         finally:
             group.leading.release()
 
-    def _ranks(self, group: Group) -> _Ranks:
+    def _ranks(self, group: Group) -> Ranks:
         return next(ranks for ranks in self.teams if ranks[0] == group.rank)
-
-
-@contextmanager
-def _as_member(made: TeamGroup, ranks: _Ranks) -> Iterator[None]:
-    """A context in which this worker computes for a team; an error ends the team's collectives on all members."""
-    group = answering_group()
-    if made.has_failed:
-        raise CollectiveError(
-            "a member of the team that made this graph has raised an error since: call the function again"
-        )
-    made.begin()
-    try:
-        with in_team(Team(made.rank(), made.size(), made)):
-            yield
-    except BaseException:
-        made.fail()
-        for rank in ranks:
-            if rank != group.rank and rank not in group.membership.failures:
-                with suppress(Exception):  # what has gone wrong is told otherwise
-                    group.ask(rank, _note_failed, ranks, made.number)
-        raise
-
-
-def _end_with(made: TeamGroup, request: int, reply: Future[list[Any]]) -> None:
-    """Note that another member is done, or has no value and so ends all collectives."""
-    if reply.exception() is None:
-        made.leave(request)
-    else:
-        made.fail()
-
-
-def _tell_late(values: dict[int, Future[list[Any]]], ranks: _Ranks, made: TeamGroup, group: Group) -> None:
-    """Tell members that are still at work that this one is done, as they may wait for it in vain."""
-    if values[group.rank].exception() is not None:
-        return
-    with lent():
-        deque(as_completed([values[rank] for rank in ranks[1:]], LEFT_SECONDS), maxlen=0)
-    late = [rank for rank in ranks[1:] if not values[rank].done()]
-    told = {rank: group.ask(rank, _note_left, ranks, made.number) for rank in late}
-    with suppress(WorkerLostError):  # so is its value
-        gather(told, group.names)
-
-
-def _note_failed(ranks: _Ranks, number: int) -> None:
-    """On another member: one has raised an error."""
-    made: TeamGroup | None = answering_group().teams.get(ranks)
-    if made is not None and made.number == number:
-        made.fail()
-
-
-def _note_left(ranks: _Ranks, number: int) -> None:
-    """On another member: the first one is done."""
-    made: TeamGroup | None = answering_group().teams.get(ranks)
-    if made is not None and made.number == number:
-        made.leave(made.request)
 
 
 def _gathered(values: dict[int, Future[list[Any]]], group: Group) -> dict[int, list[Any]]:
@@ -344,38 +280,3 @@ def _gathered(values: dict[int, Future[list[Any]]], group: Group) -> dict[int, l
             if error is not None and not isinstance(error, CollectiveError):
                 raise error from None
         raise
-
-
-def _connected(group: Group, ranks: _Ranks) -> TeamGroup:
-    """The process group of a team whose first worker this one is."""
-    known: TeamGroup | None = group.teams.get(ranks)
-    if known is not None and not known.has_failed:
-        return known
-    number = next(group.numbers)
-    host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    store = store_at(host, 0, is_master=True)
-    joined = {rank: group.ask(rank, _join, ranks, number, host, store.port) for rank in ranks[1:]}
-    joined[group.rank] = Future()  # in a thread, since a worker may be lost while this one waits in C++
-    enter = functools.partial(_enter, group, ranks, number, store)
-    settle_in_thread(group.threads, enter, joined[group.rank], group.names[group.rank])
-    gather(joined, group.names, CONNECT_SECONDS)
-    made: TeamGroup = group.teams[ranks]
-    return made
-
-
-def _join(ranks: _Ranks, number: int, host: str, port: int) -> None:
-    """On another member: enter the process group."""
-    _enter(answering_group(), ranks, number, store_at(host, port, is_master=False))
-
-
-def _enter(group: Group, ranks: _Ranks, number: int, store: dist.Store) -> None:
-    earlier = group.teams.pop(ranks, None)
-    if earlier is not None:
-        dist.destroy_process_group(earlier)
-
-    def check() -> None:
-        for rank in ranks:
-            if rank in group.membership.failures:
-                raise group.membership.loss_of(rank)
-
-    group.teams[ranks] = connect(ranks, number, store, check)

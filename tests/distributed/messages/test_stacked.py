@@ -83,7 +83,7 @@ def test_rows_are_sent_as_one_tensor_with_derivatives_to_second_order(
 class _OwnPartitioner:
     """Adds a number to the arguments of the parts that the package's own partitioner makes."""
 
-    def __call__(self, x: Tensor) -> list[todist.Partition]:
+    def __call__(self, x: Tensor) -> list[todist.typing.Partition]:
         parts = todist.tasks(x)
         for part in parts:
             part.kwargs["more"] = 1.0

@@ -75,6 +75,9 @@ class Loop:
     others: tuple[Tensor, ...] | None = None
     """What stands in the places of ``declared`` when a step runs, if not these themselves."""
 
+    joined: tuple[Tensor, ...] | None = None
+    """What a replay's node takes in the places of ``declared``: the same numbers, whose gradients all ranks get."""
+
     watch: WatchFn | None = None
     """Is shown each plain step."""
 

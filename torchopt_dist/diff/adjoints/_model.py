@@ -7,7 +7,7 @@ caller's module stays as it is, and may be changed before the loop is run again 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,8 +24,10 @@ from torchopt_dist.diff.adjoints._references import holders, references
 from torchopt_dist.nn._module_copy import ModuleCopy
 from torchopt_dist.nn._tensor_dicts import parts_and_parameters, parts_of
 
-__all__ = ["Model", "ModuleModel", "TreeModel", "model_of"]
+__all__ = ["Model", "ModuleModel", "Places", "TreeModel", "model_of"]
 
+Places = list[tuple[TensorContainer, str, int]]
+"""Dictionaries of a module, a name in each, and the number of the leaf there."""
 
 _AVERAGING = {"DistributedDataParallel": "DistributedDataParallel", "FSDPModule": "`fully_shard`"}
 """Classes of torch that average or gather in hooks of a backward pass, by their names."""
@@ -83,6 +85,14 @@ class Model(ABC):
     def part(self, name: str) -> nn.Module:
         """A sub-module of the last filled module, by its name."""
         raise LookupError(name)  # a tree has none
+
+    def in_blocks(self, names: Sequence[str]) -> Model:
+        """The model whose sub-modules of these names are called one by one, by :meth:`block_forward`."""
+        return self
+
+    def block_forward(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward function of a sub-module that is called by itself."""
+        return forward
 
     @abstractmethod
     def leave(self) -> None:
@@ -182,6 +192,11 @@ class ModuleModel(Model):
     def part(self, name: str) -> nn.Module:
         return self._copy.get_submodule(name)
 
+    def places_in(self, block: nn.Module) -> Places:
+        """Where a sub-module of the last filled module has which leaf."""
+        containers = {id(parameters_of(part)) for part in parts_of(block)}
+        return [place for place in self._places if id(place[0]) in containers]
+
     def leave(self) -> None:
         if not self._holders or references(self._holders) != self._references:
             self._copy_anew(self._copy, self._leaves, self.buffers_now())
@@ -208,8 +223,6 @@ class ModuleModel(Model):
 
 _OF_THE_COPY = frozenset({"_holders", "_leaves", "_places", "_references"})
 """What another process makes anew."""
-
-Places = list[tuple[TensorContainer, str, int]]
 
 
 def _copied(

@@ -1,20 +1,20 @@
 """A process group in which ranks run loops → messages among them that end with an error when a rank fails.
 
 Each rank gives signs of life in the group's store, and reads those of the others. One that raises an error leaves its
-text there and closes its connections, so that nobody waits for it.
+text there and closes its connections, so that nobody waits for it. The members of a team need no signs: the call that
+the team answers tells them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import pickle
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,77 +22,77 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_dist._liveness import Liveness
-from torchopt_dist._team import Team
 from torchopt_dist._torch_private import outside_of_transforms
+from torchopt_dist._watched_group import PATIENCE, WatchedGroup, watched_group
 from torchopt_dist.errors import CollectiveError
 
-__all__ = ["RankGroup", "RanksOfTeam", "Signs"]
+__all__ = ["RankGroup", "Signs", "group_for_loops"]
 
 
 class RankGroup:
-    """A process group of its own for the loops of some ranks.
+    """The messages of the ranks that run one loop.
 
     Args:
-        group: the process group; nobody else uses it.
+        group: their process group; ``None`` for a team of one, which sends nothing.
+        signs: what they know of each other; ``None`` for a team.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        backends = str(dist.get_backend_config(group))
-        self._is_on_cpu = "gloo" in backends or "mpi" in backends
-        store = group.get_group_store()
-        with contextlib.suppress(RuntimeError):  # a connection of its own: other threads may wait in that one
-            store = store.clone()
-        self._store = dist.PrefixStore("torchopt_dist/loops", store)
-        # Where torch cannot be told to give up waiting, its group is aborted.
-        abort = None if self._is_on_cpu else group.abort
-        self.signs = Signs(self._store, self.rank, self.size, Liveness.from_environment(), abort)
-        weakref.finalize(self, self.signs.end)
+    def __init__(self, group: WatchedGroup | None, signs: Signs | None = None) -> None:
+        self._group, self._signs = group, signs
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.number = 0 if group is None else group.number
+        self.parts = 1 if signs is None else self.size
+        """Of how many ranks a rank's own tensors have the gradient: the caller of a team takes the mean himself."""
         self._last: Any = None
         self.is_agreed = False
         """Whether an error that is raised now is raised on all ranks."""
-        self.exchanged(None)  # all are connected before one of them may close its connections
+        if signs is not None:
+            weakref.finalize(self, signs.end)
 
     @property
     def is_open(self) -> bool:
         """Whether messages can be sent."""
         return self._group is not None
 
-    @property
-    def parts(self) -> int:
-        """Of how many ranks a rank's own tensors have the gradient: that of the mean over all of them."""
-        return self.size
-
     def all_reduce(self, flat: Tensor) -> None:
         """Replace a vector by the sum of those of all ranks."""
-        self._done(lambda group: dist.all_reduce(flat, group=group, async_op=True))
+        if self.size > 1:
+            self._done("allreduce", flat, [flat])
 
     def all_gather(self, whole: list[Tensor], part: Tensor) -> None:
         """Fill vectors of the same size with those of all ranks."""
-        self._done(lambda group: dist.all_gather(whole, part, group=group, async_op=True))
+        if self.size > 1:
+            self._done("allgather", part, [whole], [part])
+        else:
+            whole[0].copy_(part)
 
     def reduce_scatter(self, part: Tensor, rows: Tensor) -> None:
         """Fill a vector with the sum of this rank's row of all ranks."""
-        scatter = (
-            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        )  # before torch 2.13
-        self._done(lambda group: scatter(part, rows, group=group, async_op=True))
+        if self.size > 1:
+            self._done("_reduce_scatter_base", part, part, rows)
+        else:
+            part.copy_(rows.view_as(part))
 
     def exchanged(self, value: Any) -> list[Any]:
         """One value of each rank, on all of them."""
-        device = "cpu" if self._is_on_cpu else torch.device("cuda", torch.cuda.current_device())
         with outside_of_transforms():
-            own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-            sizes = list(torch.zeros(self.size, 1, dtype=torch.int64, device=device).unbind())
-            self.all_gather(sizes, torch.tensor([len(own)], device=device))
+            own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            sizes = list(torch.zeros(self.size, 1, dtype=torch.int64).unbind())
+            self.all_gather(sizes, torch.tensor([len(own)]))
             counts = [int(size) for size in sizes]
             room = own.new_zeros(max(counts))
             room[: len(own)] = own
             found = list(own.new_zeros(self.size, len(room)).unbind())
             self.all_gather(found, room)
-            texts = [one[:count].cpu().numpy().tobytes() for one, count in zip(found, counts, strict=True)]
+            texts = [one[:count].numpy().tobytes() for one, count in zip(found, counts, strict=True)]
         return [pickle.loads(text) for text in texts]
+
+    def agreed(self, value: Any) -> list[Any]:
+        """As :meth:`exchanged`, where a loop begins; a warning names ranks that do not come to it for long."""
+        if self._signs is None:
+            return self.exchanged(value)
+        with self._signs.coming():
+            return self.exchanged(value)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -102,121 +102,72 @@ class RankGroup:
             yield
             self._drain()
         except BaseException as error:
-            if not self.is_agreed:
-                self._close(error)
+            if self._signs is not None and self._group is not None and not self.is_agreed:
+                self._close(error, self._group, self._signs)
             raise
 
-    def _done(self, begin: Callable[[Any], Any]) -> None:
+    def _done(self, collective: str, tensor: Tensor, *args: Any) -> None:
         """Make a collective, and wait until it is done, or until a rank is known to have failed."""
         try:
             if self._group is None:
                 raise RuntimeError("the group of these ranks was closed after an error")
-            if self.signs.lost is not None:
-                raise RuntimeError(self.signs.lost)
-            self._last = work = begin(self._group)
-            if self._is_on_cpu:
-                self._wait(work)
-            else:  # in the order of the stream
-                work.wait()
+            work = self._group.run(collective, *args)
+            self._last = work if tensor.is_cuda else None
+            work.wait()
         except RuntimeError as error:
             raise self._named(error) from error
-
-    def _wait(self, work: Any) -> None:
-        slices = 0
-        while True:
-            try:
-                work.wait(timedelta(seconds=self.signs.interval))
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                slices = slices + 1 if self.signs.looks == self.signs.seen else 0
-                self.signs.seen = self.signs.looks
-                if slices > 2 * self.signs.patience:
-                    self.signs.lost = "the store of the process group gives no answer"
-                if self.signs.lost is not None:
-                    raise RuntimeError(self.signs.lost) from None
-            else:
-                return
 
     def _drain(self) -> None:
         """Where a collective is only queued, wait for the last one: after a loss it would be without an error."""
         work, self._last = self._last, None
-        if self._is_on_cpu or work is None:
-            return
-        while not work.is_completed():
-            if self.signs.lost is not None:
-                raise self._named(RuntimeError(self.signs.lost))
+        while work is not None and self._group is not None and not work.is_completed():
+            try:
+                self._group.check()
+            except RuntimeError as error:
+                raise self._named(error) from error
             time.sleep(0.0005)
 
     def _named(self, error: RuntimeError) -> CollectiveError:
-        known = [] if self.signs.lost else self.signs.errors()
-        texts = known or [str(self.signs.lost or error).strip().partition("\n")[0]]
+        known = [] if self._signs is None or self._signs.lost else self._signs.errors()
+        texts = known or [str(error).strip().partition("\n")[0]]
         return CollectiveError(
             f"a message among the {self.size} ranks that run one loop failed on rank {self.rank}, since another rank "
             f"has died, has raised an error, or waits elsewhere: {'; '.join(texts)}"
         )
 
-    def _close(self, error: BaseException) -> None:
-        if self._group is None:
-            return
+    def _close(self, error: BaseException, group: WatchedGroup, signs: Signs) -> None:
         if not isinstance(error, CollectiveError):
             text = str(error).strip().partition("\n")[0]
-            self.signs.note_error(f"{type(error).__name__}: {text}")
-        self.signs.end()
-        group, work, self._group, self._last = self._group, self._last, None, None
-        if self._is_on_cpu and work is not None and not work.is_completed():
-            # Gloo would wait for the message, here or at the end of the program: the group is never freed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            return
-        with contextlib.suppress(Exception):  # it may be gone, or broken
-            if not self._is_on_cpu:
-                group.abort()
-            dist.destroy_process_group(group)
+            signs.note_error(f"{type(error).__name__}: {text}")
+        signs.end()
+        group.fail()
+        group.shutdown()
+        self._group = self._last = None
 
 
-class RanksOfTeam(RankGroup):
-    """The members of a team, whose process group ends with an error by itself when one of them fails.
+def group_for_loops(group: Any, number: int) -> RankGroup:
+    """A group of their own for the loops of the ranks of a process group; all of them call this.
 
     Args:
-        team: the team; one of one member has no process group, and sends nothing.
+        group: the process group.
+        number: how many such groups there were before; earlier ones are closed.
+
+    Raises:
+        CollectiveError: a rank has not come within half an hour.
     """
-
-    def __init__(self, team: Team) -> None:
-        self._group, self.rank, self.size = team.group, team.rank, team.size
-        self._is_on_cpu, self.is_agreed = True, False
-
-    @property
-    def parts(self) -> int:
-        """One: the caller takes the mean over the members."""
-        return 1
-
-    def all_gather(self, whole: list[Tensor], part: Tensor) -> None:
-        """See :meth:`RankGroup.all_gather`."""
-        if self._group is None:
-            whole[0].copy_(part)
-        super().all_gather(whole, part)
-
-    def reduce_scatter(self, part: Tensor, rows: Tensor) -> None:
-        """See :meth:`RankGroup.reduce_scatter`."""
-        if self._group is None:
-            part.copy_(rows.view_as(part))
-        super().reduce_scatter(part, rows)
-
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """See :meth:`RankGroup.failing`; the call that the team answers tells the other members."""
-        yield
-
-    def _done(self, begin: Callable[[Any], Any]) -> None:
-        if self._group is None:
-            return
-        try:
-            begin(self._group).wait()
-        except RuntimeError as error:
-            text = str(error).strip().partition("\n")[0]
-            raise CollectiveError(
-                f"a message among the {self.size} members of a team failed on member {self.rank}: {text}"
-            ) from error
+    store = group.get_group_store()
+    with contextlib.suppress(RuntimeError):  # a connection of its own: other threads may wait in that one
+        store = store.clone()
+    store = dist.PrefixStore(f"torchopt_dist/loops/{number}", store)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    signs = Signs(store, rank, size, Liveness.from_environment())
+    with signs.coming():
+        signs.await_all()
+    made = watched_group(rank, size, number, store, signs.check)
+    ranks = RankGroup(made, signs)
+    ranks.exchanged(None)  # all are connected before one of them may close its connections
+    signs.watch(made.fail)
+    return ranks
 
 
 class Signs:
@@ -228,22 +179,28 @@ class Signs:
         size: the number of ranks.
         liveness: after how long a silent rank counts as lost. It is counted in looks, so that a time in which this
             process was stopped itself does not count.
-        abort: called when a rank is lost.
     """
 
-    def __init__(
-        self, store: Any, rank: int, size: int, liveness: Liveness, abort: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, liveness: Liveness) -> None:
         self.interval = liveness.between_signs
         self.patience = max(1, round(liveness.patience / self.interval))
         self._seconds = liveness.patience
         self.lost: str | None = None
         """What is known of a rank that is lost."""
-        self.looks = self.seen = 0
-        self._store, self._rank, self._size, self._abort = store, rank, size, abort
+        self._store, self._rank, self._size = store, rank, size
+        self._others = [other for other in range(size) if other != rank]
         self._ended = threading.Event()
-        if size > 1:
-            threading.Thread(target=self._watch, name="todist signs of life", daemon=True).start()
+        self._looks = self._seen = self._slices = self._loops = 0
+        self._counted = 0.0
+        self._waits_since: float | None = None
+
+    def watch(self, on_loss: Callable[[], None]) -> None:
+        """Give signs and look at those of the others, in a thread; call a function when a rank is lost."""
+        if self._others:
+            thread = threading.Thread(
+                target=self._watch, args=(on_loss,), name="todist signs of life", daemon=True
+            )
+            thread.start()
 
     def end(self) -> None:
         """Give no more signs."""
@@ -264,15 +221,66 @@ class Signs:
                     found.append(f"rank {rank} raised {text}")
         return found
 
-    def _watch(self) -> None:
-        others = [rank for rank in range(self._size) if rank != self._rank]
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """A context in which this rank waits for the others where a loop begins."""
+        self._loops += 1
+        with contextlib.suppress(Exception):  # who sends a message then is told
+            self._store.set(f"loop/{self._rank}", str(self._loops))
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since = None
+
+    def await_all(self) -> None:
+        """Wait until all ranks have come to the first loop."""
+        end, pause = time.monotonic() + PATIENCE.total_seconds(), 0.001
+        while missing := self._not_come():
+            if time.monotonic() > end:
+                raise CollectiveError(f"{_ranks(missing)} not come to a loop with `parallel` for {PATIENCE}")
+            self.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def check(self) -> None:
+        """Raise an error if a rank is lost; warn of one that does not come to the loop. Called again and again."""
+        now = time.monotonic()
+        if self._looks and now - self._counted > self.interval:
+            self._counted = now
+            self._slices = self._slices + 1 if self._looks == self._seen else 0
+            self._seen = self._looks
+            if self._slices > 2 * self.patience:
+                self.lost = "the store of the process group gives no answer"
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
+        if self._waits_since is not None and now - self._waits_since > self._seconds:
+            self._waits_since = None  # once is enough
+            if missing := self._not_come():
+                warnings.warn(
+                    f"{_ranks(missing)} not come to a loop with `parallel` for {self._seconds:g} s, and rank "
+                    f"{self._rank} waits there: all ranks of its group must run the same loops, and their backward "
+                    "passes, in one order",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _not_come(self) -> list[int]:
+        """The ranks that are not at this loop yet."""
+        names = {rank: f"loop/{rank}" for rank in self._others}
+        there = {
+            rank: self._store.check([name]) and int(self._store.get(name)) for rank, name in names.items()
+        }
+        return [rank for rank, loops in there.items() if loops < self._loops]
+
+    def _watch(self, on_loss: Callable[[], None]) -> None:
         last: dict[int, bytes] = {}
-        silent = dict.fromkeys(others, 0)
+        silent = dict.fromkeys(self._others, 0)
         with contextlib.suppress(Exception):  # the store has gone with the first rank
             while not self._ended.wait(self.interval):
-                self.looks += 1
-                self._store.set(f"sign/{self._rank}", str(self.looks))
-                for rank in others:
+                self._looks += 1
+                self._store.set(f"sign/{self._rank}", str(self._looks))
+                for rank in self._others:
                     name = f"sign/{rank}"
                     sign = self._store.get(name) if self._store.check([name]) else b""
                     silent[rank] = silent[rank] + 1 if sign == last.get(rank, b"") else 0
@@ -282,5 +290,9 @@ class Signs:
                             f"rank {rank} has given no sign of life for {self._seconds:g} s: it was stopped, its "
                             "machine cannot be reached, or its program has ended"
                         )
-                        if self._abort is not None:
-                            self._abort()
+                        on_loss()
+
+
+def _ranks(numbers: list[int]) -> str:
+    listed = ", ".join(map(str, numbers))
+    return f"ranks {listed} have" if len(numbers) > 1 else f"rank {listed} has"

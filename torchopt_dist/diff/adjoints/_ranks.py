@@ -19,7 +19,7 @@ from torchopt_dist._torch_private import outside_of_transforms
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
 
-__all__ = ["Ranks", "local", "mean", "owned"]
+__all__ = ["Ranks", "kinds", "local", "mean", "owned"]
 
 
 @dataclass
@@ -126,10 +126,7 @@ class Ranks:
     def reduced(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The mean of each tensor over the ranks, by one message a dtype and device; nothing is recorded."""
         found: list[Tensor] = list(tensors)
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
-        for places in kinds.values():
+        for places in kinds(tensors):
             flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
             self.group.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
             if not self.sums:
@@ -154,6 +151,14 @@ class Ranks:
     def _at(self, filled: Sequence[OptionalTensor], means: Sequence[Tensor]) -> list[OptionalTensor]:
         rest = iter(means)
         return [None if grad is None else next(rest) for grad in filled]
+
+
+def kinds(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of the tensors of each dtype and device."""
+    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        found.setdefault((tensor.dtype, tensor.device), []).append(place)
+    return list(found.values())
 
 
 def local(ranks: Ranks, tensors: Sequence[Tensor], *, are_params: bool = False) -> list[Tensor]:

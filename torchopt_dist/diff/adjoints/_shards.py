@@ -7,17 +7,19 @@ gradients, which together are as many bytes as one all-reduce.
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist._types import OptionalTensor
-from torchopt_dist.diff.adjoints._model import Model
-from torchopt_dist.diff.adjoints._ranks import Ranks
+from torchopt_dist.diff.adjoints._model import Model, ModuleModel
+from torchopt_dist.diff.adjoints._ranks import Ranks, kinds, local
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["ShardedModel", "check_elementwise"]
@@ -32,22 +34,90 @@ class ShardedModel(Model):
     Args:
         whole: the model; its parameters keep their history.
         ranks: those that have the parts.
+        by_block: whether memory for all parameters at a time is to be spared where it can be.
     """
 
-    def __init__(self, whole: Model, ranks: Ranks) -> None:
-        self.whole, self._ranks = whole, ranks
+    def __init__(self, whole: Model, ranks: Ranks, *, by_block: bool = False) -> None:
+        self.whole, self._ranks, self._by_block = whole, ranks, by_block
+        self._inside: frozenset[int] = frozenset()
+        """Places of parameters that are gathered in blocks."""
+        self._turns: Counter[tuple[int, ...]] | None = None
+        """In a sweep through blocks, how often parameters were gathered; each time others of them get a gradient."""
+        self._ranks_of: dict[Any, Ranks] = {}
+        """For some parameters and their turn."""
         self.first_places, self.moved_places = whole.first_places, whole.moved_places
         self._spec, self.buffers = whole._spec, whole.buffers
         moved = [whole.leaves[place] for place in self.moved_places]
         self._shapes = [tensor.shape for tensor in moved]
-        with torch.enable_grad():
-            parts = _Part.apply(ranks, *moved)
+        with (
+            torch.enable_grad()
+        ):  # the gradient of a part is zero elsewhere, and all ranks' sum is that of the whole
+            same = local(Ranks(ranks.group, sums=True), moved)
+            parts = [ranks.part(tensor.reshape(-1)) for tensor in same]
         self.leaves = self._with(whole.leaves, parts)
 
     def gathered(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Parts → whole parameters, whose gradients come back as the parts of their means."""
-        moved = [leaves[place] for place in self.moved_places]
-        return self._with(leaves, _Gather.apply(self._ranks, self._shapes, *moved))
+        found = {place: leaves[place] for place in self._inside}
+        found |= self._whole_at([place for place in self.moved_places if place not in self._inside], leaves)
+        return self._with(leaves, [found[place] for place in self.moved_places])
+
+    def part(self, name: str) -> nn.Module:
+        return self.whole.part(name)
+
+    def in_blocks(self, names: Sequence[str]) -> Model:
+        """As :meth:`Model.in_blocks`; a parameter that is used in blocks alone is gathered when one is called."""
+        assert isinstance(self.whole, ModuleModel)
+        made = copy.copy(self)
+        count = Counter(index for _, _, index in self.whole.places_in(self.whole.part("")))
+        of_blocks = [self.whole.places_in(self.whole.part(name)) for name in names]
+        count.subtract(i for _, _, i in {(id(held), n, i) for block in of_blocks for held, n, i in block})
+        made._inside = frozenset(place for place in self.moved_places if not count[place])
+        made._turns = Counter()
+        return made
+
+    def block_forward(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        if not self._inside:
+            return forward
+        assert isinstance(self.whole, ModuleModel)
+        places = [place for place in self.whole.places_in(block) if place[2] in self._inside]
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            parts = {index: container[name] for container, name, index in places}
+            whole = self._whole_at(list(parts), parts)
+            try:
+                for container, name, index in places:
+                    container[name] = whole[index]
+                return forward(*args, **kwargs)
+            finally:
+                for container, name, index in places:
+                    container[name] = parts[index]
+
+        return called
+
+    def refuse_outside(self, used: Sequence[int]) -> None:
+        """Raise an error if one of these moved parameters, by its number, is a part outside of the blocks."""
+        if wrong := [number for number in used if self.moved_places[number] in self._inside]:
+            raise ValueError(
+                "`loss` must use the parameters of `blocks` by calling these with `shard='parameters'`, since a rank "
+                f"has only parts of them elsewhere: it uses parameter {wrong[0]} of those that are moved outside of "
+                "its block; give the optimizer the weight decay"
+            )
+
+    def _whole_at(self, places: list[int], leaves: Any) -> dict[int, Tensor]:
+        """The whole parameters at some places."""
+        if not places:
+            return {}
+        key = (*places, -1)
+        if self._turns is not None:
+            self._turns[tuple(places)] += 1
+            key = (*places, self._turns[tuple(places)])
+        if key not in self._ranks_of:
+            moved = [self._ranks.moved[self.moved_places.index(place)] for place in places]
+            self._ranks_of[key] = replace(self._ranks, moved=moved)
+        shapes = [self._shapes[self.moved_places.index(place)] for place in places]
+        made = _Gather.apply(self._ranks_of[key], shapes, True, *(leaves[place] for place in places))
+        return dict(zip(places, made, strict=True))
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
         return self.whole.filled(self.gathered(leaves), buffers)
@@ -62,7 +132,9 @@ class ShardedModel(Model):
         return self.whole.buffers_now()
 
     def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], *, last: bool = False) -> Any:
-        gathered = self.gathered(leaves)
+        together = [[place] for place in self.moved_places] if self._by_block else [[*self.moved_places]]
+        found = {place: leaf for places in together for place, leaf in self._whole_at(places, leaves).items()}
+        gathered = self._with(leaves, [found[place] for place in self.moved_places])
         for place in self.moved_places:
             if not gathered[place].requires_grad and leaves[place].requires_grad:
                 gathered[place].requires_grad_()
@@ -109,84 +181,59 @@ def check_elementwise(optimizer: GradientTransformation, model: Model) -> None:
                     )
 
 
-def _in_rows(ranks: Ranks, tensors: Sequence[Tensor]) -> Tensor:
+def _rows(ranks: Ranks, tensors: Sequence[Tensor]) -> Tensor:
     """Tensors, laid out so that each rank's parts are one row."""
-    rows = []
-    for tensor in tensors:
-        size = -(-tensor.numel() // ranks.size)
-        flat = tensor.detach().reshape(-1)
-        rows.append(torch.cat([flat, flat.new_zeros(size * ranks.size - len(flat))]).view(ranks.size, size))
-    return torch.cat(rows, 1)
+    flats = [tensor.detach().reshape(-1) for tensor in tensors]
+    rests = [-len(flat) % ranks.size for flat in flats]
+    rows = [
+        nn.functional.pad(flat, (0, rest)) if rest else flat for flat, rest in zip(flats, rests, strict=True)
+    ]
+    return torch.cat([row.view(ranks.size, -1) for row in rows], 1)
 
 
 def _by_kind(
-    tensors: Sequence[Tensor], function: Callable[[list[int]], Sequence[Tensor]]
+    tensors: Sequence[Tensor], function: Callable[[Sequence[Tensor], list[int]], Sequence[Tensor]]
 ) -> tuple[Tensor, ...]:
-    """Call a function with the places of the tensors of each dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+    """Call a function with the tensors of each dtype and device, and with their places."""
     found: dict[int, Tensor] = {}
-    for places in kinds.values():
-        found.update(zip(places, function(places), strict=True))
+    for places in kinds(tensors):
+        found.update(zip(places, function([tensors[place] for place in places], places), strict=True))
     return tuple(found[place] for place in range(len(tensors)))
 
 
-def _parts(ranks: Ranks, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The parts of this rank, in memory of their own."""
-
-    def part(tensor: Tensor) -> Tensor:
-        return _in_rows(ranks, [tensor])[ranks.rank].clone()
-
-    return tuple(map(part, tensors))
-
-
-def _whole(
-    ranks: Ranks, shapes: Sequence[torch.Size], parts: Sequence[Tensor], places: list[int]
-) -> list[Tensor]:
-    own = torch.cat([parts[place].detach() for place in places])
-    rows = own.new_empty(ranks.size, len(own))
-    ranks.group.all_gather(list(rows.unbind()), own)
-    pieces = rows.split([len(parts[place]) for place in places], 1)
-    return [
-        piece.contiguous().view(-1)[: shapes[place].numel()].view(shapes[place])
-        for place, piece in zip(places, pieces, strict=True)
-    ]
-
-
-def _scattered(ranks: Ranks, tensors: Sequence[Tensor], places: list[int]) -> list[Tensor]:
-    rows = _in_rows(ranks, [tensors[place] for place in places])
-    own = torch.empty_like(rows[0])
-    ranks.group.reduce_scatter(own, rows.view(-1))
-    own /= ranks.size
-    return list(own.split([-(-tensors[place].numel() // ranks.size) for place in places]))
-
-
 class _Gather(torch.autograd.Function):
-    """Parts → whole tensors in each rank's own computation."""
+    """Parts → whole tensors in each rank's own computation; with ``asks``, not all may get a gradient on a rank."""
 
     apply: ClassVar[Any]
 
     @staticmethod
-    def forward(ranks: Ranks, shapes: Sequence[torch.Size], *parts: Tensor) -> tuple[Tensor, ...]:
-        return _by_kind(parts, partial(_whole, ranks, shapes, parts))
+    def forward(ranks: Ranks, shapes: Sequence[torch.Size], asks: bool, *parts: Tensor) -> tuple[Tensor, ...]:
+        def whole(parts: Sequence[Tensor], places: list[int]) -> list[Tensor]:
+            own = torch.cat([part.detach() for part in parts])
+            rows = own.new_empty(ranks.size, len(own))
+            ranks.group.all_gather(list(rows.unbind()), own)
+            pieces = zip(places, rows.split([len(part) for part in parts], 1), strict=True)
+            # Each in memory of its own, as a dual of a part of another tensor has a tangent of that one's size.
+            return [piece.clone().flatten()[: shapes[at].numel()].view(shapes[at]) for at, piece in pieces]
+
+        return _by_kind(parts, whole)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ranks, ctx.shapes, *_ = inputs
-        ctx.set_materialize_grads(False)
+        ctx.ranks, ctx.shapes, ctx.asks, *_ = inputs
+        ctx.set_materialize_grads(not ctx.asks)
 
     @staticmethod
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
         if all(bar is None for bar in bars):
-            return None, None, *bars
-        filled = ctx.ranks.filled(bars, ctx.shapes)
+            return None, None, None, *bars
+        filled = ctx.ranks.filled(bars, ctx.shapes) if ctx.asks else bars
         found = iter(_Scatter.apply(ctx.ranks, *(bar for bar in filled if bar is not None)))
-        return None, None, *(None if bar is None else next(found) for bar in filled)
+        return None, None, None, *(None if bar is None else next(found) for bar in filled)
 
     @staticmethod
-    def jvp(ctx: Any, ranks: None, shapes: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_Gather.apply(ctx.ranks, ctx.shapes, *tangents))
+    def jvp(ctx: Any, ranks: None, shapes: None, asks: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_Gather.apply(ctx.ranks, ctx.shapes, ctx.asks, *tangents))
 
 
 class _Scatter(torch.autograd.Function):
@@ -196,7 +243,14 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _by_kind(tensors, partial(_scattered, ranks, tensors))
+        def scattered(tensors: Sequence[Tensor], places: list[int]) -> Sequence[Tensor]:
+            rows = _rows(ranks, tensors)
+            own = torch.empty_like(rows[0])
+            ranks.group.reduce_scatter(own, rows.view(-1))
+            own /= ranks.size
+            return own.split([-(-tensor.numel() // ranks.size) for tensor in tensors])
+
+        return _by_kind(tensors, scattered)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -205,69 +259,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
-        return None, *_Spread.apply(ctx.ranks, ctx.shapes, *bars)
+        return None, *_Gather.apply(ctx.ranks, ctx.shapes, False, *bars)
 
     @staticmethod
     def jvp(ctx: Any, ranks: None, *tangents: Tensor) -> tuple[Tensor, ...]:
         return tuple(_Scatter.apply(ctx.ranks, *tangents))
-
-
-class _Spread(_Gather):
-    """As :class:`_Gather`, of which all tensors have a gradient."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ranks, ctx.shapes, *_ = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
-        return None, None, *_Scatter.apply(ctx.ranks, *bars)
-
-    @staticmethod
-    def jvp(ctx: Any, ranks: None, shapes: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_Spread.apply(ctx.ranks, ctx.shapes, *tangents))
-
-
-class _Part(torch.autograd.Function):
-    """Tensors that all ranks have → this rank's parts."""
-
-    apply: ClassVar[Any]
-
-    @staticmethod
-    def forward(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _parts(ranks, tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ranks, *tensors = inputs
-        ctx.shapes = [tensor.shape for tensor in tensors]
-
-    @staticmethod
-    def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
-        return None, *_Joined.apply(ctx.ranks, ctx.shapes, *bars)
-
-    @staticmethod
-    def jvp(ctx: Any, ranks: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_Part.apply(ctx.ranks, *tangents))
-
-
-class _Joined(torch.autograd.Function):
-    """Parts → the tensors that all ranks have; the transpose of :class:`_Part`."""
-
-    apply: ClassVar[Any]
-
-    @staticmethod
-    def forward(ranks: Ranks, shapes: Sequence[torch.Size], *parts: Tensor) -> tuple[Tensor, ...]:
-        return _by_kind(parts, partial(_whole, ranks, shapes, parts))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.ranks, ctx.shapes, *_ = inputs
-
-    @staticmethod
-    def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
-        return None, None, *_Part.apply(ctx.ranks, *bars)
-
-    @staticmethod
-    def jvp(ctx: Any, ranks: None, shapes: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_Joined.apply(ctx.ranks, ctx.shapes, *tangents))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchopt_dist._vmap import Values
 from torchopt_dist.diff.adjoints._carry import Evaluation, LookFn
 from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Loop
+from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.diff.replay._block_call import BlockCall, block_of, inputs_of
 from torchopt_dist.diff.replay._duals import Pair, dual, dual_level, pair_of, plus_pair
 
@@ -95,7 +96,8 @@ class _Sweep:
         look: LookFn,
         tangents: Tangents | None,
     ) -> None:
-        self._loop, self._first_buffers, self._number, self._look = loop, buffers, number, look
+        self._loop = replace(loop, model=loop.model.in_blocks(blocks))
+        self._first_buffers, self._number, self._look = buffers, number, look
         self._params, self._wanted, self._tangents = params, wanted, tangents
         self._blocks = [(name, loop.model.part(name)) for name in blocks]
         self._calls: list[BlockCall] = []
@@ -124,7 +126,7 @@ class _Sweep:
                 self._check_complete()
             if self._tangents is None:  # every step is made so once, before any is gone back through
                 self._check_ways([loss], now)
-            self._part([(loss, self._seed(loss))], now, [], list(handed.values()))
+            self._outside([(loss, self._seed(loss))], now, list(handed.values()))
             loss, _ = pair_of(loss)
             del handed
         while self._calls:
@@ -160,7 +162,8 @@ class _Sweep:
         blocks = list({id(block): (name, block) for name, block in self._blocks}.values())
         own = [vars(block).get("forward") for _, block in blocks]
         for name, block in blocks:
-            vars(block)["forward"] = partial(_with_graph, call, name, block, block.forward)
+            whole = self._loop.model.block_forward(block, block.forward)
+            vars(block)["forward"] = partial(_with_graph, call, name, block, whole)
         try:
             yield
         finally:
@@ -277,7 +280,21 @@ class _Sweep:
             with suppress(_EnoughError), self._intercepted(call):
                 self._evaluated(now)
             ends = [(x.values, dual(bar)) for x, bar in zip(inputs, bars, strict=True) if bar]
-            self._part(ends, now, [], handed)
+            self._outside(ends, now, handed)
+
+    def _outside(
+        self,
+        ends: Sequence[tuple[Tensor, OptionalTensor]],
+        now: Sequence[Tensor],
+        handed: Sequence[tuple[tuple[int, int], Tensor]],
+    ) -> None:
+        """As :meth:`_part`, of what is in no block."""
+        before = list(self._totals)
+        self._part(ends, now, [], handed)
+        model = self._loop.model
+        if isinstance(model, ShardedModel):
+            moved = zip(before, self._totals[: len(model.moved_places)], strict=False)
+            model.refuse_outside([number for number, (one, other) in enumerate(moved) if one is not other])
 
     def _part(
         self,

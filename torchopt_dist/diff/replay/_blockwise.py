@@ -13,6 +13,7 @@ from torchopt_dist.diff.adjoints._carry import LookFn
 from torchopt_dist.diff.adjoints._loop import Evaluation, Loop
 from torchopt_dist.diff.adjoints._model import ModuleModel
 from torchopt_dist.diff.adjoints._samples import VmappedLoop
+from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.diff.replay._blocks import sweep
 
 __all__ = ["BlockwiseLoop", "by_blocks"]
@@ -54,9 +55,10 @@ def by_blocks(loop: Loop, blocks: nn.Module | Literal["auto"]) -> Loop:
         ValueError: the loop's parameters are no module; ``blocks`` is not a part of it, or has no modules; or, for
             ``"auto"``, there is none.
     """
-    if not isinstance(loop.model, ModuleModel):
+    model = loop.model.whole if isinstance(loop.model, ShardedModel) else loop.model
+    if not isinstance(model, ModuleModel):
         raise ValueError("`blocks` need `params` to be a module, of which they are a part; got a tree")
-    module = loop.model.module
+    module = model.module
     names = {id(part): name for name, part in module.named_modules()}
     if blocks == "auto":
         blocks = _widest(module)

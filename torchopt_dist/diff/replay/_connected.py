@@ -22,11 +22,13 @@ __all__ = ["connected"]
 
 def connected(tape: Tape) -> Outcome:
     """Run a tape's loop, and connect its outcome."""
-    inputs = tape.inputs
+    inputs, joined = tape.inputs, tape.loop.joined
     if (
         tape.loop.others is not None
     ):  # views are of what a loop around this one has put in the places of these
         inputs = [tensor.view_as(tensor) for tensor in inputs]
+    if joined is not None:
+        inputs[len(inputs) - len(joined) :] = joined
     with torch.no_grad():  # and not in `forward` of the node, where torch switches forward mode off
         made = tape.run()
     given = _Given()

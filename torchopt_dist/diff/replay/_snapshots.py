@@ -79,7 +79,8 @@ class Store:
             for of, size, part in zip(alike, sizes, parts(), strict=True):
                 pieces = ranks.whole(part, size).split([shape.numel() for shape, _ in of.values()])
                 for (name, (shape, wants)), piece in zip(of.items(), pieces, strict=True):
-                    back[name] = piece.view(shape).requires_grad_(wants)
+                    # In memory of its own: a dual of a part of a vector has a tangent of the vector's size.
+                    back[name] = piece.clone().view(shape).requires_grad_(wants)
             return pytree.unflatten(
                 spec, [back.get(name, leaf) for name, leaf in zip(names, rest, strict=True)]
             )

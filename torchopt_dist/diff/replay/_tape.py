@@ -298,7 +298,7 @@ class Tape:
         own = {id(tensor): tensor for tensor in differentiable(inputs)}
         with self._contexts():
             loop = self.loop.uncompiled().without_stop()
-            if loop.others is not None or cots is not None:
+            if loop.others is not None or loop.joined is not None or cots is not None:
                 given = {id(old): new for old, new in zip(inputs, tensors, strict=True)}
                 own = {name: given[name].view_as(given[name]) for name in own}
                 loop = replace(loop, others=None)

@@ -1,8 +1,9 @@
-"""The workers of a team → their process group, whose collectives end with an error as soon as a member has failed.
+"""Processes → a process group of theirs, whose collectives end with an error as soon as a member has failed.
 
-A collective of Gloo waits half an hour for a member that has raised an error, since that process lives. So the group
-that functions and graphs refer to is one of Python's, with torch's inside: who waits looks now and then whether a
-member is lost, or has said that it has failed or returned.
+A collective of Gloo waits half an hour for a member that has raised an error, since that process lives. So the group is
+one of Python's, with torch's inside: who waits looks now and then whether a member is lost, or has said that it has
+failed or returned. Teams of workers have such groups, and so do the ranks that run one loop; each has a way of its own
+to hear of the others.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchopt_dist._torch_private import nccl_group
 
-__all__ = ["CONNECT_SECONDS", "LEFT_SECONDS", "TeamGroup", "connect", "store_at"]
+__all__ = ["CONNECT_SECONDS", "LEFT_SECONDS", "PATIENCE", "WatchedGroup", "registered", "watched_group"]
 
-BACKEND = "torchopt_dist_team"
+BACKEND = "torchopt_dist_watched"
 LOOK = timedelta(seconds=0.5)
 """How long a member waits in a collective before it looks whether the others are still there."""
 PATIENCE = timedelta(minutes=30)
@@ -29,7 +30,7 @@ PATIENCE = timedelta(minutes=30)
 LEFT_SECONDS = 5.0
 """How long what a member has sent may be on its way after the member has returned."""
 CONNECT_SECONDS = 60.0
-"""The limit of making a group; all members have been asked to by then."""
+"""The limit of making a group; all members are known to come by then."""
 
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "reduce_scatter", "broadcast"),
@@ -45,19 +46,16 @@ _RENAMED = (
 """The names of newer versions of torch for some of a group's; a backend has the older ones."""
 
 
-class TeamGroup(dist.ProcessGroup):
-    """The process group of a team.
+class WatchedGroup(dist.ProcessGroup):
+    """A process group whose waits end when a member has failed.
 
     Args:
-        rank: this member's rank in the team.
+        rank: this member's rank in the group.
         size: how many members there are.
         number: names the group; its members have the same.
         backends: torch's group for each type of device.
         check: raises an error if a member is lost.
     """
-
-    takes_mean = True
-    """Whether the gradients of all members go to one caller, who takes their mean."""
 
     def __init__(
         self, rank: int, size: int, number: int, backends: dict[str, Any], check: Callable[[], object]
@@ -70,7 +68,8 @@ class TeamGroup(dist.ProcessGroup):
         self.has_failed = False
         self.request = 0
         self._name = ""
-        self._works: list[Any] = []
+        self.works: list[Any] = []
+        """Collectives of Gloo under way, which have their tensors."""
         self._left: float | None = None
 
     @property
@@ -105,11 +104,11 @@ class TeamGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Let go of torch's groups. One in which a collective waits is never freed, since it would wait, too."""
-        waits = any(not work.is_completed() for work in self._works)
+        waits = any(not work.is_completed() for work in self.works)
         for backend in self._backends.values() if waits else ():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
         self.has_failed = True
-        self._backends = {}
+        self._backends, self.works = {}, []
 
     def run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Begin a collective on the device of its tensors; returns torch's ``Work``."""
@@ -120,14 +119,14 @@ class TeamGroup(dist.ProcessGroup):
         work = getattr(backend, name)(*args, **kwargs)
         if not isinstance(backend, dist.ProcessGroupGloo):
             return work
-        self._works = [each for each in self._works if not each.is_completed()] + [work]
+        self.works.append(work)
         return _Watched(work, self)
 
     def check(self) -> None:
         """Raise an error if a member is lost or has failed."""
         self._check()
         if self.has_failed:
-            raise RuntimeError("a member of the team has failed")
+            raise RuntimeError("a member has failed")
         if self._left is not None and time.monotonic() - self._left > LEFT_SECONDS:
             raise RuntimeError("another member has returned, and takes part in no more collectives")
 
@@ -137,13 +136,13 @@ def _collective(method: str) -> Callable[..., Any]:
 
 
 for _name, _method in (*((_name, _name) for _name in _COLLECTIVES), *_RENAMED):
-    setattr(TeamGroup, _name, _collective(_method))
+    setattr(WatchedGroup, _name, _collective(_method))
 
 
 class _Watched(dist.Work):
     """A collective under way, whose wait ends when a member is lost."""
 
-    def __init__(self, work: Any, group: TeamGroup) -> None:
+    def __init__(self, work: Any, group: WatchedGroup) -> None:
         super().__init__()
         self._work = work
         self._group = group
@@ -152,53 +151,65 @@ class _Watched(dist.Work):
         """See torch."""
         left = timeout or PATIENCE
         while not self._work.is_completed() and left > timedelta():
-            try:
-                return bool(self._work.wait(min(LOOK, left)))
-            except RuntimeError:  # also if it is only not there yet
-                left -= LOOK
+            with suppress(RuntimeError):  # also if it is only not there yet
+                return self._waited(min(LOOK, left))
+            left -= LOOK
             self._group.check()
-        return bool(self._work.wait(LOOK))
+        return self._waited(LOOK)
+
+    def _waited(self, limit: timedelta) -> bool:
+        is_done = bool(self._work.wait(limit))
+        works = self._group.works
+        works[:] = [work for work in works if work is not self._work and not work.is_completed()]
+        return is_done
 
     def is_completed(self) -> bool:
         """See torch."""
         return bool(self._work.is_completed())
 
 
-class _Plan(NamedTuple):
-    """What makes a group, beside its members."""
+def watched_group(
+    rank: int, size: int, number: int, store: dist.Store, check: Callable[[], object]
+) -> WatchedGroup:
+    """The group of which this process is the member ``rank``; all members call this at the same time.
 
-    number: int
-    store: dist.Store
-    check: Callable[[], object]
-
-
-def connect(ranks: Sequence[int], number: int, store: dist.Store, check: Callable[[], object]) -> TeamGroup:
-    """The process group of the workers of these ranks, in ascending order; all of them call this at the same time."""
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu", "cuda"])
-    plan: Any = _Plan(number, store, check)
-    # Its own store, since torch names a group by how many this process has made, and here no others take part.
-    made: Any = dist.new_group(list(ranks), backend=BACKEND, pg_options=plan, use_local_synchronization=True)
-    assert isinstance(made, TeamGroup)
-    return made
-
-
-def store_at(host: str, port: int, *, is_master: bool) -> dist.TCPStore:
-    """Where the members of a team meet; its first one keeps it."""
-    limit = timedelta(seconds=CONNECT_SECONDS)
-    return dist.TCPStore(host, port, None, is_master=is_master, wait_for_workers=False, timeout=limit)
-
-
-def _make(options: Any, plan: _Plan) -> TeamGroup:
-    rank, size = options.group_rank, options.group_size
+    Args:
+        rank: this member's rank in the group.
+        size: how many members there are.
+        number: names the group; its members have the same.
+        store: where they meet; nobody else uses it.
+        check: raises an error if a member is lost.
+    """
     gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("cpu", plan.store), rank, size, timedelta(seconds=CONNECT_SECONDS)
+        dist.PrefixStore("cpu", store), rank, size, timedelta(seconds=CONNECT_SECONDS)
     )
     gloo._set_default_timeout(PATIENCE)
     backends: dict[str, Any] = {"cpu": gloo}
     if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
-        backends["cuda"] = nccl_group(dist.PrefixStore("cuda", plan.store), rank, size, PATIENCE)
-    return TeamGroup(rank, size, plan.number, backends, plan.check)
+        backends["cuda"] = nccl_group(dist.PrefixStore("cuda", store), rank, size, PATIENCE)
+    return WatchedGroup(rank, size, number, backends, check)
+
+
+def registered(ranks: Sequence[int], make: Callable[[int, int], WatchedGroup]) -> WatchedGroup:
+    """A group as one of torch's, which functions of ``torch.distributed`` take.
+
+    Args:
+        ranks: of its members in the default group, in ascending order; each calls this.
+        make: makes the group by this member's rank and the number of members.
+    """
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["cpu", "cuda"])
+    options: Any = make
+    # As of members alone, since torch names others by how many this process has made.
+    made: Any = dist.new_group(
+        list(ranks), backend=BACKEND, pg_options=options, use_local_synchronization=True
+    )
+    assert isinstance(made, WatchedGroup)
+    return made
+
+
+def _made(options: Any, make: Callable[[int, int], WatchedGroup]) -> WatchedGroup:
+    return make(options.group_rank, options.group_size)
 
 
 def _tensors(args: Any) -> Iterator[torch.Tensor]:
