@@ -109,7 +109,7 @@ def cluster(tmp_path_factory):
             (made.folder / f"{name}.py").write_text(text)
         yield made
     finally:
-        made.stop()
+        made.remove()
 
 
 @pytest.fixture(scope="module")
