@@ -161,6 +161,10 @@ class Cluster(Machines):
                     found.append(process)
         return found
 
+    def tree(self) -> str:
+        """What runs on the nodes."""
+        return str({name: self.processes(name) for name in self.nodes})
+
     def idle(self) -> int:
         """How many nodes have nothing to do."""
         return len(self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split())

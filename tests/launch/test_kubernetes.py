@@ -1,11 +1,10 @@
-"""The manifests of `examples/kubernetes`: read as the cluster reads them, and run on machines that stand for their Pods."""
+"""The manifests of `examples/kubernetes`, read as a cluster reads them, and run on machines that stand for Pods."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
