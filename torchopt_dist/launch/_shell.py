@@ -41,7 +41,7 @@ def check_shell(option: str, shell: str) -> None:
         )
 
 
-async def connect_by_shell(name: str, shell: str) -> ShellConnection:
+def connect_by_shell(name: str, shell: str) -> ShellConnection:
     """A connection to a host by a command.
 
     Args:
