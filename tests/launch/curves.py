@@ -1,4 +1,4 @@
-"""Output of `examples/kubernetes/train.py` → its curve; and the curve that one process draws."""
+"""Output of `examples/kubernetes/digits.py` → its curve; and the curve that one process draws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.processes import ROOT, python
 
-TRAIN = ROOT / "examples" / "kubernetes" / "train.py"
+TRAIN = ROOT / "examples" / "kubernetes" / "digits.py"
 STEP = re.compile(r"step (\d+) on (\d+) workers: ([\d.]+)")
 
 

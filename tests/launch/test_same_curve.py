@@ -23,11 +23,11 @@ from torchopt_dist.launch import _remote as remote
 pytestmark = pytest.mark.timeout(200)
 SUBMITIT = """
 import sys
-import submitit, train
+import digits, submitit
 
 executor = submitit.SlurmExecutor(folder=sys.argv[2], python=sys.argv[1])
 executor.update_parameters(nodes=1, ntasks_per_node=2, time=5)
-curve, nothing = executor.submit(train.main).results()
+curve, nothing = executor.submit(digits.main).results()
 for step, loss in enumerate(curve, 1):
     print(f"step {step} on 2 workers: {loss:.12f}")
 """
@@ -79,7 +79,7 @@ def on_launched_workers(**options):
 
 
 def run_main():
-    spec = importlib.util.spec_from_file_location("train", TRAIN)
+    spec = importlib.util.spec_from_file_location("digits", TRAIN)
     program = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = program  # where the others look for its functions
     spec.loader.exec_module(program)

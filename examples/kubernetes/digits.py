@@ -1,11 +1,12 @@
 """MAML on handwritten digits, small: a curve of 20 losses, which goes on from the last checkpoint in a folder.
 
-    python train.py [FOLDER]
+    python digits.py [FOLDER]
 
 Each launcher that starts this program gets the same curve, up to rounding.
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,21 +47,23 @@ def main(folder: str | None = None) -> list[float]:
     digits = [torch.tensor(pixels[labels == digit] / 16) for digit in range(10)]
     net = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, WAYS)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    state = {"net": net, "optimizer": optimizer, "generator": torch.Generator().manual_seed(0), "curve": []}
+    generator, curve = torch.Generator().manual_seed(0), list[float]()
+    state: dict[str, Any] = {"net": net, "optimizer": optimizer, "generator": generator, "curve": curve}
     done, checkpointer = 0, None
     if folder is not None:
         checkpointer = todist.Checkpointer(folder)
         done, state = checkpointer.restore(state)
+        curve = state["curve"]
     for step in range(done + 1, STEPS + 1):
-        loss = adapted_loss(net, sample_tasks(digits, state["generator"]))
+        loss = adapted_loss(net, sample_tasks(digits, generator))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        state["curve"].append(loss.item())
+        curve.append(loss.item())
         print(f"step {step} on {todist.get_world_size()} workers: {loss:.12f}", flush=True)
         if checkpointer is not None:
             checkpointer.save(step, state)
-    return state["curve"]
+    return curve
 
 
 if __name__ == "__main__":
