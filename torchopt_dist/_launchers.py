@@ -276,11 +276,9 @@ def _number(name: str, env: Mapping[str, str]) -> int:
 def _hosts(row: Row, env: Mapping[str, str]) -> list[str]:
     """The hosts of the tasks, if the launcher tells them, that of rank 0 first."""
     text = env.get(row.hosts, "")
-    if (
-        row.hosts == LSF_HOSTS
-    ):  # pairs of a host and its slots; of several, the first runs the job's script only
-        hosts = text.split()[::2]
-        return hosts[1:] or hosts
+    if row.hosts == LSF_HOSTS:
+        hosts = text.split()[::2]  # pairs of a host and its slots
+        return hosts[1:] or hosts  # of several, the first runs the job's script only
     try:
         return expand_nodes(text) if text else []
     except ValueError as error:

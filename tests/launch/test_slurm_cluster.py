@@ -74,8 +74,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "srun":
         todist.auto_init_rpc()(train)(5)
     else:
-        if sys.argv[1] == "launch":
-            have_forkserver()
+        have_forkserver()
         todist.Launcher(nproc_per_host=1, rpc=True, log_dir=None, python=os.environ["PYTHON"]).run(train, 5)
 """
 LAUNCHES = """
@@ -283,7 +282,7 @@ def said(text):
 
 def test_nothing_is_left_of_a_job_that_is_cancelled(cluster, submit, run):
     """Here Python is started as users start it: what tests fork in its place is no process of the job."""
-    script = f"PYTHON={sys.executable} exec {sys.executable} trains.py cold"
+    script = f"PYTHON={sys.executable} exec {sys.executable} trains.py launch"
     (cluster.folder / "up").unlink(missing_ok=True)
     shutil.rmtree(cluster.folder / "checkpoints", ignore_errors=True)
     job = submit(script, "-N2", "--ntasks-per-node=1")
@@ -303,7 +302,7 @@ def test_a_node_that_goes_down_ends_the_others_by_name(cluster, submit, run, way
     (cluster.folder / "up").unlink(missing_ok=True)
     shutil.rmtree(cluster.folder / "checkpoints", ignore_errors=True)
     command = {"srun": "srun $PYTHON trains.py srun", "launch": "$PYTHON trains.py launch"}[way]
-    job = submit(f"export TODIST_LIVENESS=patience=4\n{command}", "-w", "n[2-4]", *ALONE)
+    job = submit(f"export TODIST_LIVENESS=patience=3\n{command}", "-w", "n[2-4]", *ALONE)
     cluster.wait_for(cluster.folder / "up", job)
     cluster.cut("n4")
     cluster.kill("n4")
