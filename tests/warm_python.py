@@ -139,7 +139,11 @@ class WarmPython:
 
 
 EXECUTABLE = """
-import json, os, signal, socket, sys
+import contextlib, json, os, signal, socket, sys
+
+def forward(number, _):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 if sys.argv[1] == "-S":  # for which there is nothing to be imported
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
@@ -149,8 +153,9 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     machine = [os.open("/proc/self/ns/" + part, os.O_RDONLY) for part in ("net", "uts", "mnt")]
     socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, *machine])
     pid = int(server.recv(100))
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(pid, number))
+    signal.signal(signal.SIGTERM, forward)
     code = int(server.recv(100) or -9)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)

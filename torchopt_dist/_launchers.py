@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -23,6 +23,9 @@ FIRST_PORT, PORTS = 20_000, 10_000
 """Below the ports that Linux gives to those who ask for any."""
 TORCH_PORT = 29_500
 """Torch's own choice, where no variable tells one run from another."""
+RUNS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
+"""Variables that tell one run from another; the first that is set counts, since not each task has all."""
+STEP, NODE, LSF_HOSTS = "SLURM_STEP_ID", "SLURM_NODEID", "LSB_MCPU_HOSTS"
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,7 @@ class Row:
         size: how many tasks there are.
         local_rank: a task's rank on its machine.
         local_size: how many tasks there are on the machine; or on each node, in SLURM's short form.
-        node: the index of the task's node, with such a list.
         hosts: a list of hosts; rank 0 is on the first one.
-        runs: variables that together tell one run from another; the first that is set counts, if ``mark`` is ``None``.
-        mark: without this one the others mean something else.
     """
 
     name: str
@@ -46,24 +46,19 @@ class Row:
     size: str
     local_rank: str
     local_size: str
-    node: str | None = None
-    hosts: str | None = "SLURM_JOB_NODELIST"
-    runs: tuple[str, ...] = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
-    mark: str | None = None
+    hosts: str = "SLURM_JOB_NODELIST"
 
 
+SRUN = Row(
+    "srun",
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    local_rank="SLURM_LOCALID",
+    local_size="SLURM_STEP_TASKS_PER_NODE",
+    hosts="SLURM_STEP_NODELIST",
+)
 LAUNCHERS = (
-    Row(
-        "srun",
-        rank="SLURM_PROCID",
-        size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_size="SLURM_STEP_TASKS_PER_NODE",
-        node="SLURM_NODEID",
-        hosts="SLURM_STEP_NODELIST",
-        runs=("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        mark="SLURM_STEP_ID",  # a batch script has SLURM_PROCID=0, too
-    ),
+    SRUN,
     Row(
         "Open MPI",
         rank="OMPI_COMM_WORLD_RANK",
@@ -84,7 +79,7 @@ LAUNCHERS = (
         size="JSM_NAMESPACE_SIZE",
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
-        hosts="LSB_MCPU_HOSTS",
+        hosts=LSF_HOSTS,
     ),
     Row(
         "PMI (MPICH, Intel MPI, Flux)",
@@ -124,8 +119,7 @@ class Task:
 
     def variables(self) -> dict[str, str]:
         """Torchrun's variables, as far as they are known."""
-        known = (self.rank, self.size, self.local_rank, self.local_size, self.address, self.port)
-        return {name: str(value) for name, value in zip(NAMES, known, strict=True) if value is not None}
+        return _named(self.rank, self.size, self.local_rank, self.local_size, self.address, self.port)
 
 
 def find_task(env: Mapping[str, str] = os.environ, pid: int | None = None) -> Task | None:
@@ -154,11 +148,10 @@ def find_task(env: Mapping[str, str] = os.environ, pid: int | None = None) -> Ta
                     f"{WHAT_TO_SET}"
                 )
         return None
-    tasks = [_task(row, env) for row in rows]
-    if len(tasks) > 1 and tasks[0].row.mark and _runs_others(tasks[0], max(tasks[1:], key=_size), env, pid):
-        del tasks[0]
-    first = tasks[0]
-    for other in tasks[1:]:
+    first, *others = [_task(row, env) for row in rows]
+    if others and first.row is SRUN and _runs_others(first, others, env, pid):
+        first, *others = others
+    for other in others:
         if (first.rank, first.size) != (other.rank, other.size):
             told = "; ".join(
                 f"{task.row.name}: {task.row.rank}={task.rank}, {task.row.size}={task.size}"
@@ -223,9 +216,13 @@ def world_variables(
         _check("local_rank", local_rank, 0, local_size)
     if restarts is not None:
         _check("restarts", restarts, 0)
-    known = dict(zip(NAMES, (rank, size, local_rank, local_size, address, port), strict=True))
-    known["TORCHELASTIC_RESTART_COUNT"] = restarts
-    return {name: str(value) for name, value in known.items() if value is not None}
+    made = _named(rank, size, local_rank, local_size, address, port)
+    return made if restarts is None else {**made, "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+
+
+def _named(*values: object) -> dict[str, str]:
+    """Torchrun's variables, in the order of :data:`NAMES`; ``None``: it is not known."""
+    return {name: str(value) for name, value in zip(NAMES, values, strict=True) if value is not None}
 
 
 def _check(name: str, value: object, least: int, end: int | None = None) -> None:
@@ -238,7 +235,7 @@ def _check(name: str, value: object, least: int, end: int | None = None) -> None
 
 def _has_set(row: Row, env: Mapping[str, str]) -> bool:
     """Whether a launcher has set its variables; raises ``InitializationError`` if some of them are missing."""
-    if row.mark is not None and row.mark not in env:
+    if row is SRUN and STEP not in env:  # a batch script has SLURM_PROCID=0, too
         return False
     found = [name for name in (row.rank, row.size) if name in env]
     if len(found) == 1:
@@ -258,7 +255,7 @@ def _task(row: Row, env: Mapping[str, str]) -> Task:
         )
     local_rank = _number(row.local_rank, env) if row.local_rank in env else None
     sizes = expand_numbers(env.get(row.local_size, "")) or []
-    node = _number(row.node, env) if row.node is not None and row.node in env else 0
+    node = _number(NODE, env) if row is SRUN and NODE in env else 0
     local_size = sizes[node] if node < len(sizes) else None
     if local_rank is None or local_size is None or not 0 <= local_rank < local_size <= size:
         local_rank = local_size = None
@@ -278,12 +275,10 @@ def _number(name: str, env: Mapping[str, str]) -> int:
 
 def _hosts(row: Row, env: Mapping[str, str]) -> list[str]:
     """The hosts of the tasks, if the launcher tells them, that of rank 0 first."""
-    text = env.get(row.hosts or "", "")
-    if (
-        row.hosts == "LSB_MCPU_HOSTS"
-    ):  # pairs of a host and its slots; of several, the first runs the job's script only
-        hosts = text.split()[::2]
-        return hosts[1:] or hosts
+    text = env.get(row.hosts, "")
+    if row.hosts == LSF_HOSTS:
+        hosts = text.split()[::2]  # pairs of a host and its slots
+        return hosts[1:] or hosts  # of several, the first runs the job's script only
     try:
         return expand_nodes(text) if text else []
     except ValueError as error:
@@ -292,19 +287,17 @@ def _hosts(row: Row, env: Mapping[str, str]) -> list[str]:
 
 def _port(row: Row, env: Mapping[str, str]) -> int:
     """A port that is the same in all tasks of a run, and most likely another one in another run."""
-    known = [env[name] for name in row.runs if name in env]
-    run = ".".join(known) if row.mark is not None else "".join(known[:1])
+    if row is SRUN:
+        run = f"{env.get('SLURM_JOB_ID')}.{env[STEP]}"
+    else:
+        run = next((env[name] for name in RUNS if name in env), "")
     return FIRST_PORT + zlib.crc32(run.encode()) % PORTS if run else TORCH_PORT
 
 
-def _size(task: Task) -> int:
-    return task.size
-
-
-def _runs_others(srun: Task, inner: Task, env: Mapping[str, str], pid: int | None) -> bool:
+def _runs_others(srun: Task, others: Sequence[Task], env: Mapping[str, str], pid: int | None) -> bool:
     """Whether srun has started a shell, or the daemons of another launcher, one on each node, and not this process."""
     if srun.size == 1:
         return True
     each = expand_numbers(env.get(srun.row.local_size, "")) or []
     is_its_own = env.get("SLURM_TASK_PID") == str(os.getpid() if pid is None else pid)
-    return inner.size > 1 and {*each} == {1} and not is_its_own
+    return any(task.size > 1 for task in others) and {*each} == {1} and not is_its_own

@@ -1,8 +1,7 @@
-"""`main` on actors of a Ray cluster → the values of the ranks, or the first error; all start again after one."""
+"""`main` on actors of a Ray cluster → the values of the ranks, or the cause of an error; all start again after one."""
 
 import os
-import socket
-from collections.abc import Callable
+import random
 from typing import Any
 
 import ray
@@ -10,41 +9,30 @@ from train import main
 
 import torchopt_dist as todist
 
+FOLLOW = (ray.exceptions.ActorDiedError, todist.PeerFailedError, todist.WorkerLostError)
+
 
 class Worker:
-    def place(self) -> dict[str, Any]:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return {"address": ray.util.get_node_ip_address(), "port": probe.getsockname()[1]}
+    def address(self) -> str:
+        return ray.util.get_node_ip_address()
 
-    def run(self, func: Callable[[], Any], rank: int, size: int, place: dict[str, Any], restarts: int) -> Any:
-        os.environ.update(todist.launching.world_variables(rank, size, **place, restarts=restarts))
+    def run(self, func: Any, variables: dict[str, str]) -> Any:
+        os.environ.update(variables)
         return func()
 
 
-def order(error: Exception) -> int:
-    """A cause is before an actor that has died, and that before what follows from another rank's end."""
-    cause = getattr(error, "cause", None)
-    return 1 if cause is None else 2 * isinstance(cause, (todist.PeerFailedError, todist.WorkerLostError))
-
-
-def error_of(call: Any) -> Exception | None:
-    try:
-        ray.get(call)
-    except ray.exceptions.RayError as error:
-        return error
-    return None
-
-
-def launch(func: Callable[[], Any], size: int, max_restarts: int = 0) -> list[Any]:
+def launch(func: Any, size: int, max_restarts: int = 0) -> list[Any]:
     for restarts in range(max_restarts + 1):
         workers = [ray.remote(Worker).remote() for _ in range(size)]
-        place = ray.get(workers[0].place.remote())
-        calls = [worker.run.remote(func, rank, size, place, restarts) for rank, worker in enumerate(workers)]
-        errors = [error for call in calls if (error := error_of(call))]
+        place = {"address": ray.get(workers[0].address.remote()), "port": random.randrange(20_000, 30_000)}
+        made = [
+            todist.launching.world_variables(rank, size, **place, restarts=restarts) for rank in range(size)
+        ]
+        calls = [worker.run.remote(func, variables) for worker, variables in zip(workers, made, strict=True)]
+        errors = [error for call in calls if (error := call.future().exception())]
         if not errors:
             return list(ray.get(calls))
-    raise min(errors, key=order)
+    raise min(errors, key=lambda error: isinstance(error, FOLLOW))
 
 
 if __name__ == "__main__":

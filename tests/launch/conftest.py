@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.launch.slurm_cluster import Cluster
 from tests.launch.sshd import Sshd
 from tests.warm_python import warm_python
 from torchopt_dist.launching import Launcher
@@ -31,3 +32,14 @@ def launcher(sshd, warm_executable):
         return Launcher(hosts=list(hosts), nproc_per_host=nproc_per_host, **options)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory):
+    """A SLURM cluster of four nodes."""
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), 4)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.remove()

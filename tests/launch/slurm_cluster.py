@@ -7,23 +7,19 @@ the controller. Nothing of SLURM's or munge's own folders is used.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
-import shlex
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.hosts import ip
+from tests.machines import PATH, Machines
 from tests.waits import wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged", "ip", "unshare")
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 NEEDS_SLURM = pytest.mark.skipif(
     bool(missing) or os.getuid() != 0,
@@ -31,12 +27,10 @@ NEEDS_SLURM = pytest.mark.skipif(
 )
 DAEMONS = ("slurmd", "slurmctld", "munged")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-NETWORK = "10.76.0"
-_numbers = itertools.count()
 
 CONFIGURATION = """
 ClusterName=tests
-SlurmctldHost=login({network}.254)
+SlurmctldHost=login({address})
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
@@ -65,7 +59,7 @@ PartitionName=main Nodes=n[1-{size}] Default=YES MaxTime=INFINITE State=UP
 """
 
 
-class Cluster:
+class Cluster(Machines):
     """A running cluster.
 
     Args:
@@ -74,34 +68,12 @@ class Cluster:
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.folder = folder
         self.nodes = [f"n{number + 1}" for number in range(size)]
-        mark = f"todist{os.getpid()}s{next(_numbers)}"
-        self.namespaces = {name: f"{mark}{name}" for name in ("login", *self.nodes)}
+        super().__init__(folder, ["login", *self.nodes])
 
     def start(self) -> None:
         """Make the machines, and start the daemons; skip the test where that is forbidden."""
-        addresses = {name: f"{NETWORK}.{number}" for number, name in enumerate(self.nodes, 1)}
-        addresses["login"] = f"{NETWORK}.254"
-        hosts = "".join(f"{address} {name}\n" for name, address in addresses.items())
-        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
-        try:
-            for name, namespace in self.namespaces.items():
-                ip("netns", "add", namespace)
-                ip("-n", namespace, "link", "set", "lo", "up")
-                if name == "login":
-                    ip("-n", namespace, "link", "add", "net0", "type", "bridge")
-                else:
-                    ends = (
-                        ("netns", self.namespaces["login"], "name", f"to-{name}"),
-                        ("netns", namespace, "name", "net0"),
-                    )
-                    ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-                    ip("-n", self.namespaces["login"], "link", "set", f"to-{name}", "master", "net0", "up")
-                ip("-n", namespace, "address", "add", f"{addresses[name]}/24", "dev", "net0")
-                ip("-n", namespace, "link", "set", "net0", "up")
-        except (subprocess.CalledProcessError, OSError) as error:
-            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+        self.make()
         self._configure()
         munge = [
             f"--{what}={self.folder}/munge.{what}" for what in ("key-file", "socket", "pid-file", "log-file")
@@ -110,6 +82,10 @@ class Cluster:
         self.run("slurmctld")
         for name in self.nodes:
             self.run("slurmd", on=name)
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        """Wait until all nodes are up and have nothing to do."""
         wait_until(lambda: self.idle() == len(self.nodes), 60, self._logs)
 
     def _configure(self) -> None:
@@ -118,18 +94,12 @@ class Cluster:
         key = self.folder / "munge.key-file"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        text = CONFIGURATION.format(network=NETWORK, folder=self.folder, size=len(self.nodes))
+        text = CONFIGURATION.format(address=self.addresses["login"], folder=self.folder, size=len(self.nodes))
         (self.folder / "slurm.conf").write_text(text)
         for number in range(2):  # devices that SLURM counts, and hands out
             (self.folder / f"gpu{number}").touch()
         gpus = f"Name=gpu Flags=nvidia_gpu_env File={self.folder}/gpu[0-1]"
         (self.folder / "gres.conf").write_text(f"NodeName=n[1-{len(self.nodes)}] {gpus}\n")
-
-    def command(self, *words: object, on: str = "login") -> list[str]:
-        """A command → the one that runs it on a machine of the cluster."""
-        names = f"hostname {on}; mount --bind {self.folder}/hosts /etc/hosts"
-        own = ["unshare", "--uts", "--mount", "sh", "-c", f"{names}; exec {shlex.join(map(str, words))}"]
-        return ["nsenter", f"--net=/run/netns/{self.namespaces[on]}", *own]
 
     @property
     def env(self) -> dict[str, str]:
@@ -182,28 +152,18 @@ class Cluster:
         wait_until(lambda: self.state(job) in ENDED, 100, lambda: f"{self.state(job)}: {self.output(job)}")
         return self.output(job)
 
-    def processes(self, name: str) -> list[psutil.Process]:
+    def processes(self, on: str) -> list[psutil.Process]:
         """What runs on a machine, but for the daemons."""
         found = []
-        for pid in self._pids(name):
+        for process in super().processes(on):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
                 if process.name() not in DAEMONS:
                     found.append(process)
         return found
 
-    def stop(self) -> None:
-        """Kill everything, and remove the machines."""
-        for name in [*self.namespaces] * 2:  # who has been forked meanwhile
-            for pid in self._pids(name):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        for namespace in self.namespaces.values():
-            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
-
-    def _pids(self, name: str) -> list[int]:
-        words = ["ip", "netns", "pids", self.namespaces[name]]
-        return [int(pid) for pid in subprocess.run(words, capture_output=True, text=True).stdout.split()]
+    def tree(self) -> str:
+        """What runs on the nodes."""
+        return str({name: self.processes(name) for name in self.nodes})
 
     def idle(self) -> int:
         """How many nodes have nothing to do."""

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.launch.curves import TRAIN, expected
 from tests.processes import ROOT
 
 ENGINES = Path(os.environ.get("TODIST_ENGINES", ROOT / "build" / "engines"))
@@ -37,21 +39,23 @@ TRY = """
 """
 PROGRAMS = {
     "ray": f"""
-import ray, fails
+import digits, fails, ray
 from on_ray import launch
 if __name__ == "__main__":
     ray.init(num_cpus=8, include_dashboard=False)
     start = lambda main: launch(main, 2)
+    print("curve", start(digits.main)[0], flush=True)
 {TRY}
     print(launch(fails.main, 2, max_restarts=1), flush=True)
 """,
     "dask": f"""
-import fails
-from dask.distributed import Client, LocalCluster
+import digits, fails
+from dask.distributed import Client
 from on_dask import launch
 if __name__ == "__main__":
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
         start = lambda main: launch(client, main, 2)
+        print("curve", start(digits.main)[0], flush=True)
 {TRY.replace("    ", "        ")}
 """,
 }
@@ -77,11 +81,14 @@ def test_main_runs_on_an_engine_s_workers(engine, tmp_path):
 
 
 @pytest.mark.parametrize("engine", PROGRAMS)
-def test_the_cause_is_raised_and_all_start_again(engine, tmp_path):
+def test_the_curve_is_the_same_and_the_cause_is_raised_and_all_start_again(engine, tmp_path):
     """On Dask the caller starts again."""
+    (tmp_path / "digits.py").write_text(TRAIN.read_text())
     (tmp_path / "fails.py").write_text(FAILS)
     (tmp_path / "program.py").write_text(PROGRAMS[engine])
     lines = run(engine, tmp_path / "program.py", tmp_path).splitlines()
+    (curve,) = [json.loads(line.removeprefix("curve ")) for line in lines if line.startswith("curve ")]
+    assert curve == expected()
     assert "KeyError True" in lines
     if engine == "ray":
         assert "[(0, '1'), (1, '1')]" in lines

@@ -60,6 +60,27 @@ def test_nothing_is_left_when_the_hosts_are_given_back(shell_launcher):
     assert_gone([pid for values in pids for value in values for pid in value] + servers, 20)
 
 
+STUBBORN = """#!/bin/bash
+trap '' TERM
+"${@:2}"
+sleep 1000
+"""
+
+
+def test_a_command_that_waits_for_a_host_that_is_down_is_killed(shell_launcher, tmp_path):
+    """As `srun` waits."""
+    command = tmp_path / "stubborn"
+    command.write_text(STUBBORN)
+    command.chmod(0o755)
+    assert shell_launcher(["pod-0"], f"{command} {{host}}").run(os.getppid).results
+    servers = [
+        task.result()._process._process.pid for key, task in remote._machines.items() if key[1] == "pod-0"
+    ]
+    assert servers
+    remote.close_all(["pod-0"])
+    assert_gone(servers, 20)
+
+
 def test_exceptions_come_back(shell_launcher):
     with pytest.raises(KeyError, match="there"):
         shell_launcher(["pod-0"]).run({}.__getitem__, "there")

@@ -215,8 +215,9 @@ def test_a_job_without_gpus_has_a_worker_a_core(job):
 
 @NEEDS_SSHD
 @pytest.mark.timeout(120)
-def test_a_job_runs_on_its_hosts(job, warm_executable, tmp_path):
+def test_a_job_runs_on_its_hosts_and_says_how_it_reaches_them(job, warm_executable, tmp_path, caplog):
     job(SLURM_JOB_CPUS_PER_NODE="2,1")
+    caplog.set_level("INFO")
     server = Sshd(tmp_path / "sshd")
     try:
         by_ssh = {"ssh_config": server.config, "python": warm_executable}
@@ -224,6 +225,7 @@ def test_a_job_runs_on_its_hosts(job, warm_executable, tmp_path):
         result = launcher.run(lambda: (todist.get_rank(), todist.get_world_size(), os.getenv("GROUP_RANK")))
         cores = min(2, len(os.sched_getaffinity(0)))
         assert list(result.results) == ["node1", "node2"]
+        assert "the hosts of the job are reached by SSH" in caplog.text
         assert len(result.results["node1"]) == cores
         assert result.results["node2"] == [(cores, cores + 1, "1")]
     finally:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from tests.launch.slurm_cluster import NEEDS_SLURM, Cluster
+from tests.launch.slurm_cluster import NEEDS_SLURM
 from tests.processes import ROOT
 from tests.waits import wait_until
-from tests.warm_python import warm_python
 from torchopt_dist._slurm_lists import expand_nodes
 
 pytestmark = [NEEDS_SLURM, pytest.mark.timeout(240)]
@@ -45,6 +45,7 @@ TRAINS = """
 import os, sys, time
 import torch
 import torchopt_dist as todist
+from tests.launch.forked_server import have_forkserver
 
 def one(x):
     return x * 1.0
@@ -73,16 +74,19 @@ if __name__ == "__main__":
     if sys.argv[1] == "srun":
         todist.auto_init_rpc()(train)(5)
     else:
+        have_forkserver()
         todist.Launcher(nproc_per_host=1, rpc=True, log_dir=None, python=os.environ["PYTHON"]).run(train, 5)
 """
 LAUNCHES = """
 import json, os, sys
 import torchopt_dist as todist
+from tests.launch.forked_server import have_forkserver
 
 def place():
     return todist.get_rank(), os.uname().nodename
 
 options = json.loads(sys.argv[1])
+have_forkserver()
 try:
     launcher = todist.Launcher(rpc=True, log_dir=None, handlers=[], python=os.environ["PYTHON"], **options)
     results = launcher.run(place).results
@@ -101,21 +105,15 @@ print(json.dumps({"job": slurm.gpus_per_host(2), "step": done.stdout.split()}))
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    made = Cluster(tmp_path_factory.mktemp("slurm"), 4)
-    try:
-        made.start()
-        for name, text in {"world": WORLD, "trains": TRAINS, "launches": LAUNCHES, "gpus": GPUS}.items():
-            (made.folder / f"{name}.py").write_text(text)
-        yield made
-    finally:
-        made.stop()
+def cluster(slurm):
+    for name, text in {"world": WORLD, "trains": TRAINS, "launches": LAUNCHES, "gpus": GPUS}.items():
+        (slurm.folder / f"{name}.py").write_text(text)
+    return slurm
 
 
-@pytest.fixture(scope="module")
-def variables(cluster, tmp_path_factory):
-    python = warm_python().executable(tmp_path_factory.mktemp("bin") / "python")
-    return {"PYTHON": str(python), "PYTHONPATH": str(ROOT), "FOLDER": str(cluster.folder)}
+@pytest.fixture
+def variables(cluster, warm_executable):
+    return {"PYTHON": warm_executable, "PYTHONPATH": str(ROOT), "FOLDER": str(cluster.folder)}
 
 
 @pytest.fixture
@@ -294,8 +292,34 @@ def test_nothing_is_left_of_a_job_that_is_cancelled(cluster, submit, run):
     wait_until(
         lambda: not cluster.processes("n1") + cluster.processes("n2"),
         30,
-        lambda: str(cluster.processes("n1")),
+        cluster.tree,
     )
+
+
+@pytest.mark.parametrize("way", ["srun", "launch"])
+def test_a_node_that_goes_down_ends_the_others_by_name(cluster, submit, run, way):
+    """Nothing of it answers any more, and nothing is left on the others."""
+    (cluster.folder / "up").unlink(missing_ok=True)
+    shutil.rmtree(cluster.folder / "checkpoints", ignore_errors=True)
+    command = {"srun": "srun $PYTHON trains.py srun", "launch": "$PYTHON trains.py launch"}[way]
+    job = submit(f"export TODIST_LIVENESS=patience=3\n{command}", "-w", "n[2-4]", *ALONE)
+    cluster.wait_for(cluster.folder / "up", job)
+    cluster.cut("n4")
+    cluster.kill("n4")
+    try:
+        wait_until(lambda: re.search(LOST, cluster.output(job)), 60, lambda: cluster.output(job))
+        if way == "srun":  # which waits for SLURM to notice it
+            run("scontrol", "update", "NodeName=n4", "State=DOWN", "Reason=test")
+        wait_until(lambda: not cluster.processes("n2") + cluster.processes("n3"), 60, cluster.tree)
+        assert "saved 3" in cluster.output(job)
+    finally:
+        cluster.join("n4")
+        cluster.run("slurmd", on="n4")
+        cluster.wait_until_idle()
+
+
+ALONE = ("--ntasks-per-node=1", "--no-requeue")
+LOST = r"rank 2 was lost: the machine of worker2 on n4 gives no answer|the agent on n4 gave no sign of life"
 
 
 def test_lists_are_those_of_scontrol(run):

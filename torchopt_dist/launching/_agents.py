@@ -21,6 +21,8 @@ __all__ = ["LONGEST_WAIT", "Agents"]
 
 AGENT_SECONDS, KILLED_SECONDS = 5.0, 1.0
 """Seconds for an agent to end, in addition to those of its workers; and after it has been killed."""
+SILENT_THERE = 1.5
+"""The factor of the patience with agents on other machines: the loss of a whole machine is known before that."""
 LONGEST_WAIT = 86400.0
 """Seconds that one call waits, at most: the kernel's calls accept no more than 24 days."""
 
@@ -105,6 +107,10 @@ class Agents:
                 self._selector.modify(agent.stream, events, partial(self._hear, agent))
         return [key.data for key, _ in self._selector.select(min(seconds, LONGEST_WAIT))]
 
+    def silent_at(self, agent: AgentHandle) -> float:
+        """The time, by ``time.monotonic``, at which an agent is given up that gives no sign of life until then."""
+        return agent.heard + self._plan.liveness.patience * (1.0 if agent.machine.here else SILENT_THERE)
+
     def drop(self, agent: AgentHandle) -> None:
         """Note that an agent has ended, and its workers with it."""
         agent.ended = True
@@ -157,7 +163,12 @@ class Agents:
             agent.stream.close()
 
     def _wait(self, seconds: float) -> None:
+        """Wait for the ends of all agents, but not for one that gives no sign of life."""
         deadline = time.monotonic() + seconds
-        while not all(agent.ended for agent in self._agents) and (left := deadline - time.monotonic()) > 0:
+        while waiting := [agent for agent in self._agents if not agent.ended]:
+            is_unread = any(agent.stream.waits_to_be_read for agent in waiting)
+            until = deadline if is_unread else min(deadline, max(map(self.silent_at, waiting)))
+            if (left := until - time.monotonic()) <= 0:
+                return
             for act in self.ready(left):
                 self.attempt(act)

@@ -32,8 +32,6 @@ LOST_SECONDS = 0.5
 """Seconds, after an agent has ended, in which it may become known that its machine is lost."""
 ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
 """Seconds that an error waits for another one that may be its cause: a broken connection, and an exit."""
-SILENT_THERE = 1.5
-"""The factor of the patience with agents on other machines: the loss of a whole machine is known before that."""
 
 
 class StoppedError(Exception):
@@ -135,8 +133,7 @@ class Job:
             yield self._plan.begun + options.timeout, self._refuse_late_values
         for agent in self._agents:
             if not agent.ended:
-                seconds = patience * (1.0 if agent.machine.here else SILENT_THERE)
-                yield agent.heard + seconds, partial(self._give_up_agent, agent)
+                yield self._agents.silent_at(agent), partial(self._give_up_agent, agent)
             for worker in agent.workers.values():
                 if worker.halted is not None and not worker.decided:
                     since, number = worker.halted

@@ -91,10 +91,11 @@ class RemoteMachine(Machine):
             InitializationError: the host cannot be reached, or lacks what a launch needs.
         """
         until = asyncio.get_running_loop().time() + seconds
+        connection: Any
         if options.shell is None:
             connection = await log_in(name, options.config, options.liveness.patience, seconds)
         else:
-            connection = await connect_by_shell(name, options.shell)
+            connection = connect_by_shell(name, options.shell)
         try:
             async with asyncio.timeout_at(until):
                 command = f"exec {shlex.quote(options.python)} -u -c {shlex.quote(PROGRAM)}"
@@ -179,7 +180,11 @@ class RemoteMachine(Machine):
 
     async def _how_it_ended(self) -> str:
         """How the forkserver ended, and the last lines of its standard error."""
-        why = "the SSH connection was lost"
+        why = (
+            "the SSH connection was lost"
+            if self._options.shell is None
+            else f"{self._connection} gives no answer"
+        )
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._process.wait_closed()
@@ -262,6 +267,8 @@ def connect(
         by_ssh, reached = reached, in_loop(_reach_all(names, options, seconds)).result()
         if all(isinstance(found, InitializationError) for found in reached) and otherwise is None:
             raise InitializationError("\n".join(map(str, dict.fromkeys(map(str, [*by_ssh, *reached])))))
+    elif options.otherwise is not None and any(isinstance(found, Machine) for found in reached):
+        log.info("the hosts of the job are reached by SSH")
     for name, found in zip(names, reached, strict=True):
         if isinstance(found, Machine):
             machines[name] = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,8 @@ OF_THE_JOB = "srun"
 """Means a step of the SLURM job."""
 LIMIT = 1 << 24
 """Bytes that a greeting may have: all variables and paths of the host are in it."""
-END_SECONDS = 1.0
+END_SECONDS = 0.6
+"""Until a command that has been asked to end is asked once more: by its standard input, SIGTERM, SIGKILL."""
 
 
 def check_shell(option: str, shell: str) -> None:
@@ -39,7 +41,7 @@ def check_shell(option: str, shell: str) -> None:
         )
 
 
-async def connect_by_shell(name: str, shell: str) -> ShellConnection:
+def connect_by_shell(name: str, shell: str) -> ShellConnection:
     """A connection to a host by a command.
 
     Args:
@@ -130,8 +132,12 @@ class ShellConnection:
         asyncio.get_running_loop().call_later(END_SECONDS, self.abort)
 
     def abort(self) -> None:
-        """End the commands at once."""
+        """End the commands. ``srun`` waits for what it has started, even on a node that is down, until it is killed."""
+        self._signal(signal.SIGTERM)
+        asyncio.get_running_loop().call_later(END_SECONDS, self._signal, signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
         for process in self._processes:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
+                    process.send_signal(number)
