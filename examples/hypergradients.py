@@ -153,6 +153,7 @@ def draw(grid: list[int], found: tuple[dict[str, Tensor], float, float], output:
             middle = next(place for place, value in enumerate(values[name]) if value < 1e-3)
             bound = rate * values[name][middle] / rate[middle]
             axes.plot(grid, bound.numpy(), f"C{number}:")
+        axes.plot([], "k:", label="rate of the theorem")
         axes.set(yscale="log", ylim=(1e-16, 2), xlabel="iterations")
         axes.legend()
     figure.axes[0].set(ylabel="relative error", title="t steps, and k = t iterations")
