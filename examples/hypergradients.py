@@ -33,7 +33,7 @@ import torchopt_dist as todist
 from torchopt_dist import linear_solve
 
 FEATURES, EXAMPLES = 40, 200
-CONVERGED = 400
+CONVERGED = 200
 """Steps after which only the error of the linear system is left."""
 
 
@@ -150,7 +150,7 @@ def draw(grid: list[int], found: tuple[dict[str, Tensor], float, float], output:
         for number, name in enumerate(names, start=3 - len(names)):
             axes.plot(grid, values[name].numpy(), f"C{number}.-", label=name)
             rate = (p if "CG, " in name else q) ** t * (t if name == "ITD" else 1)
-            middle = next(place for place, value in enumerate(values[name]) if value < 1e-3)
+            middle = next((place for place, value in enumerate(values[name]) if value < 1e-3), -1)
             bound = rate * values[name][middle] / rate[middle]
             axes.plot(grid, bound.numpy(), f"C{number}:")
         axes.plot([], "k:", label="rate of the theorem")

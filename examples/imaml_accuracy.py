@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +69,10 @@ def task_loss(task: Tasks, theta: Tensor, steps: int, adjoint: Any) -> Tensor:
 
     adapted = todist.inner_loop(loss, todist.sgd(lr=LR), theta, steps, meta=theta, adjoint=adjoint)
     return squared_error(adapted.params, task.test_x, task.test_y)
+
+
+def one_gradient(task: Tasks, theta: Tensor, steps: int, adjoint: Any) -> Tensor:
+    return torch.autograd.grad(task_loss(task, theta, steps, adjoint), theta)[0]
 
 
 all_losses = todist.parallelize(todist.tasks, todist.mean_reducer, vectorize=True)(task_loss)
@@ -126,23 +131,20 @@ def main(args: argparse.Namespace) -> None:
     true = exact(tasks, theta)
     one = Tasks(*(part[0] for part in tasks))
     shared = todist.replicated(theta)
-    errors, memory = {}, {}
+    errors: dict[str, list[float]] = {}
+    memory: dict[str, list[float]] = {}
     for name, (adjoint, _) in METHODS.items():
-        found = []
+        errors[name], memory[name] = [], []
         for steps in args.steps:
             (gradient,) = torch.autograd.grad(all_losses(tasks, shared, steps, adjoint), theta)
-            found.append(float((gradient - true).norm() / true.norm()))
-        errors[name] = found
-
-        def meta_gradient(steps: int, adjoint: Any = adjoint) -> Any:
-            return torch.autograd.grad(task_loss(one, theta, steps, adjoint), theta)
-
-        memory[name] = [peak_memory(lambda steps=steps: meta_gradient(steps)) / 1024 for steps in args.steps]
-    steps = [f"{steps} step{'s' * (steps > 1)}" for steps in args.steps]
+            errors[name].append(float((gradient - true).norm() / true.norm()))
+            meta_gradient = partial(one_gradient, one, theta, steps, adjoint)
+            memory[name].append(peak_memory(meta_gradient) / 1024)
+    names = [f"{steps} step{'s' * (steps > 1)}" for steps in args.steps]
     print(
-        f"| meta-gradient | error: {' | '.join(steps)} | KiB: {steps[0]} | {steps[-1]} | Figure 2 of the paper |"
+        f"| meta-gradient | error: {' | '.join(names)} | KiB: {names[0]} | {names[-1]} | Figure 2 of the paper |"
     )
-    print("|---" * (len(steps) + 4) + "|")
+    print("|---" * (len(names) + 4) + "|")
     for name, (_, claim) in METHODS.items():
         row = [f"{error:.1e}" for error in errors[name]]
         row += [f"{kept:.0f}" for kept in (memory[name][0], memory[name][-1])]

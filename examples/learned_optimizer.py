@@ -57,13 +57,13 @@ def learned_optimizer(theta: Theta, horizon: int) -> todist.GradientTransformati
     def init(params: Tensor) -> Memory:
         return Memory(params.new_zeros(len(DECAYS), *params.shape), torch.zeros_like(params), torch.zeros(()))
 
-    def update(grad: Tensor, state: Memory, *, params: Any = None, inplace: bool = False) -> Any:
+    def update(updates: Tensor, state: Memory, *, params: Any = None, inplace: bool = False) -> Any:
         step = state.step + 1
-        momenta = DECAYS * state.momenta + (1 - DECAYS) * grad
-        squares = 0.99 * state.squares + 0.01 * grad.square()
+        momenta = DECAYS * state.momenta + (1 - DECAYS) * updates
+        squares = 0.99 * state.squares + 0.01 * updates.square()
         scale = (squares / (1 - 0.99**step) + 1e-12).rsqrt()
         directions = momenta / (1 - DECAYS**step) * scale
-        features = torch.cat([directions, (grad * scale).unsqueeze(0)]).mT
+        features = torch.cat([directions, (updates * scale).unsqueeze(0)]).mT
         time = torch.tanh(step / horizon / HORIZONS)
         hidden = torch.tanh(features @ theta["features"] + time @ theta["time"] + theta["bias"])
         direction, log_rate = (hidden @ theta["out"]).unbind(-1)

@@ -30,19 +30,16 @@ from torch import Tensor
 import torchopt_dist as todist
 
 STEPS = 100  # of an inner loop
-SIGNS = torch.tensor([1.0] * 10 + [-1.0] * 13)
-"""Of influence balancing: which numbers the parameter raises, and which it lowers."""
+SIGNS = torch.tensor([1.0] * 10 + [-1.0] * 13)  # whether the parameter of influence balancing raises a number
 MIX = 0.5 * torch.eye(23) + 0.5 * torch.diag(torch.ones(22), 1)
 
 
 class Problem(NamedTuple):
     start: Tensor
     theta: Tensor
-    loss: Callable[..., Tensor]
-    """``loss(theta, x)``, that of an inner step."""
+    loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: Callable[[Tensor], todist.GradientTransformation]
-    skip: int
-    """How many first losses do not count."""
+    skip: int  # first losses, which do not count
     lr: float
 
 
@@ -54,7 +51,7 @@ def transition(theta: Tensor, x: Tensor) -> Tensor:
 def system(theta: Tensor) -> todist.GradientTransformation:
     """A system as an optimizer that does not look at gradients."""
 
-    def update(grads: Any, state: Any, *, params: Any = None, inplace: bool = False) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, *, params: Any = None, inplace: bool = False) -> tuple[Any, Any]:
         return transition(theta, params) - params, state
 
     return todist.GradientTransformation(lambda params: todist.EmptyState(), update)
@@ -74,7 +71,12 @@ def valley(theta: Tensor, x: Tensor) -> Tensor:
 
 def scheduled(theta: Tensor) -> todist.GradientTransformation:
     """SGD whose learning rate goes from one to the other of two, whose logarithms are learned."""
-    return todist.sgd(lr=lambda step: torch.lerp(*theta.exp().unbind(), step.float() / 100))
+
+    def rate(step: Any) -> Tensor:
+        first, last = theta.exp().unbind()
+        return torch.lerp(first, last, step.float() / 100)
+
+    return todist.sgd(lr=rate)
 
 
 INFLUENCE, TOY = "influence balancing", "toy regression"
@@ -89,8 +91,7 @@ class Run(NamedTuple):
     adjoint: Any
     cut: int
     """After so many steps, again and again, the loop goes on from a constant."""
-    claim: str
-    """What the paper says that becomes of this meta-training."""
+    claim: str  # of the paper
 
 
 RUNS = (
@@ -110,7 +111,8 @@ def mean_loss(run: Run, theta: Tensor, pairs: int) -> Tensor:
     loop = partial(problem.loss, theta), problem.optimizer(theta)
 
     def one_pair(x: Tensor) -> Tensor:
-        state, losses = None, []
+        state: Any = None
+        losses: list[Tensor] = []
         for _ in range(STEPS // run.cut):
             made = todist.inner_loop(*loop, x.detach(), run.cut, state=state, meta=theta, adjoint=run.adjoint)
             x, state, losses = made.params, made.state, [*losses, made.losses]
@@ -173,11 +175,8 @@ def draw(thetas: dict[Run, Tensor], output: Path) -> None:
     shades = right.contourf(rates, rates, surface(rates).T.clamp(max=30), levels=24, cmap="Greys_r")
     figure.colorbar(shades, ax=right, label="mean loss")
     for number, run in enumerate(RUNS):
-        style, label = f"C{number % 4}{'--' if run.cut == 10 else '-'}", shown(run)
-        if run.problem == INFLUENCE:
-            left.plot(thetas[run][:, 0], style, label=label)
-        else:
-            right.plot(*thetas[run].T, style, marker=".", label=label)
+        axes, style = (left if run.problem == INFLUENCE else right), "--" if run.cut == 10 else "-"
+        axes.plot(*thetas[run].T, f"C{number % 4}.{style}", label=shown(run))
     left.axhline(-1 / 6, color="0.5", linestyle=":", label="best")
     left.set(xlabel="meta-step", ylabel="parameter", title="Influence balancing")
     right.set(xlabel="log first rate", ylabel="log last rate", title="Toy regression", ylim=(-5, 7))

@@ -7,31 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.running import imported, numbers, rows, run_python
+from tests.examples.running import imported, numbers, rows
 from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hypergradients.py"
 
 
-def test_the_rates_are_those_of_the_theorems_on_one_and_two_workers(tmp_path):
-    short = ("--problems", 2, "--iterations", 50, "--output", tmp_path / "a.png")
-    table = {
-        row[0]: numbers(row[2:])
-        for row in rows(torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short))
-    }
+def test_the_rates_of_two_workers_are_those_of_the_theorems_and_of_one_worker(tmp_path):
+    short = ("--problems", 2, "--iterations", 40, "--output", tmp_path / "a.png")
+    printed = rows(torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short))
+    table = {row[0]: numbers(row[2:]) for row in printed}
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     for name in ("ITD", "AID-FP", "AID-CG", "AID-FP, trained"):
         measured, _, theory, _ = table[name]
-        assert measured == pytest.approx(theory, abs=0.02)
+        assert measured == pytest.approx(theory, abs=0.03)
     measured, _, bound, _ = table["AID-CG, trained"]
-    assert measured < bound
-    assert bound < table["AID-CG"][2] - 0.1
-    errors = [table[name][3] for name in ("ITD", "AID-FP", "AID-CG", "AID-CG, trained")]
-    assert errors == sorted(errors, reverse=True)
-    alone = {row[0]: numbers(row[2:]) for row in rows(run_python(EXAMPLE, *short))}
-    assert alone.keys() == table.keys()
-    for name, values in alone.items():
-        assert values == pytest.approx(table[name], rel=0.1, abs=2e-3)
+    assert measured < bound < table["AID-CG"][2] - 0.1
+    last = [table[name][3] for name in ("ITD", "AID-FP", "AID-CG", "AID-CG, trained")]
+    assert last == sorted(last, reverse=True)
+    example = imported(EXAMPLE)
+    here = [example.errors(seed, [20])[0] for seed in range(2)]
+    for name, values in table.items():
+        mean = torch.cat([errors[name] for errors in here]).log().mean().exp().item()
+        assert values[3] == pytest.approx(mean, rel=0.1)  # two digits are printed
 
 
 def test_the_exact_gradient_is_that_of_the_minimum():

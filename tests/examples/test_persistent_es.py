@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchopt_dist as todist
-from tests.examples.running import imported, rows, run_python
+from tests.examples.running import imported, numbers, rows
 from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "persistent_es.py"
@@ -42,10 +42,14 @@ def test_only_whole_smoothed_loops_lead_off_the_plateau():
     assert short.abs().max() < 0.1
 
 
-def test_the_table_is_the_same_on_one_and_two_workers(tmp_path):
+def test_the_table_of_two_workers_has_the_numbers_of_one(tmp_path):
     short = ("--meta-steps", 2, "--pairs", 2, "--output", tmp_path / "a.png")
-    alone = rows(run_python(EXAMPLE, *short))
+    table = rows(torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    spread = rows(torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short))
-    assert len(alone) == 8
-    assert alone == spread  # two digits are printed
+    example = imported(EXAMPLE)
+    assert len(table) == len(example.RUNS)
+    for row, run in zip(table, example.RUNS, strict=True):
+        losses, thetas = example.meta_train(run, 2, 2, 0)
+        assert row[1] == f"`{example.shown(run)}`"
+        expected = [*losses.tolist(), *thetas.flatten().tolist()]
+        assert numbers(row[2:4]) == pytest.approx(expected, abs=0.0051)  # two digits are printed
