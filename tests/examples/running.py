@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
 from tests.processes import python
 
 
@@ -11,3 +17,24 @@ def run_python(*arguments: object, warm: bool = True) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
+
+
+def imported(example: Path) -> ModuleType:
+    """A program as a module."""
+    spec = importlib.util.spec_from_file_location(example.stem, example)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(printed: str) -> list[list[str]]:
+    """The cells of the rows of the table that a program has printed, but for its header."""
+    lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("|")]
+    return lines[2:]
+
+
+def numbers(cells: Sequence[str]) -> list[float]:
+    """All numbers in some cells, in order."""
+    return [float(one) for cell in cells for one in re.findall(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?", cell)]

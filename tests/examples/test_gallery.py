@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
-from tests.examples.running import run_python
+from tests.examples.running import imported, run_python
 from tests.processes import torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs" / "gallery.md").read_text("utf-8")
 NUMBER = r"-?\d+\.\d+"
-
-
-def imported(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(name: str, folder: Path, *arguments: object) -> str:
@@ -58,7 +47,7 @@ def test_those_who_foresee_the_other_s_step_cooperate(tmp_path: Path) -> None:
 
 
 def test_the_gradient_goes_through_the_other_player_s_step() -> None:
-    lola = imported("lola")
+    lola = imported(EXAMPLES / "lola.py")
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(5, generator=generator).requires_grad_() for _ in range(2))
     lola.anticipated.__wrapped__(lola.Players(first, second), 0.7).backward()
@@ -97,7 +86,7 @@ def test_a_transformer_adapts_alike_on_one_and_two_workers(tmp_path: Path) -> No
 
 
 def test_the_network_predicts_no_character_from_itself() -> None:
-    example = imported("transformer_meta")
+    example = imported(EXAMPLES / "transformer_meta.py")
     torch.manual_seed(0)
     model = example.GPT()
     text = torch.randint(97, (1, example.LENGTH + 1))
@@ -112,7 +101,7 @@ def test_the_network_predicts_no_character_from_itself() -> None:
 
 
 def test_the_module_of_lightning_adapts_where_gradients_are_off() -> None:
-    example = imported("lightning_module")
+    example = imported(EXAMPLES / "lightning_module.py")
     torch.manual_seed(0)
     module = example.Sines(lr=0.02, epochs=1)
     optimizer = module.configure_optimizers()["optimizer"]
