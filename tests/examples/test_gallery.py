@@ -35,9 +35,11 @@ def run(name: str, folder: Path, *arguments: object) -> str:
     return printed
 
 
-def test_every_program_is_in_the_gallery() -> None:
+def test_every_program_is_in_the_gallery_or_among_the_reproductions() -> None:
     programs = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert programs == set(re.findall(r"^:link: _site/example_(\w+)$", PAGE, re.MULTILINE))
+    cards = set(re.findall(r"^:link: _site/example_(\w+)$", PAGE, re.MULTILINE))
+    page = (ROOT / "docs" / "reproductions.md").read_text("utf-8")
+    assert programs == cards | set(re.findall(r"^<!-- bench: (\w+) -->$", page, re.MULTILINE))
 
 
 def test_maml_fits_a_new_sine_sooner_than_ordinary_training(tmp_path: Path) -> None:
