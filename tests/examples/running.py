@@ -1,6 +1,13 @@
-"""A Python command line → what it prints on stdout; anything on stderr, a warning among them, is a failure."""
+"""A Python command line → what it prints on stdout; anything on stderr, a warning among them, is a failure.
+
+And an example → its module; what it prints → the rows of its table.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
 
 from tests.processes import python
 
@@ -11,3 +18,19 @@ def run_python(*arguments: object, warm: bool = True) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
+
+
+def imported(source: Path) -> ModuleType:
+    """The module of a program that is not started."""
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def table(printed: str) -> list[list[str]]:
+    """The cells of a printed table: its heading, and its rows."""
+    lines = [line.strip("|").split("|") for line in printed.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines if set("".join(line)) != {"-"}]
