@@ -157,7 +157,7 @@ def draw(
     summary.axhline(errors["oracle", 0, 0][0], color="0.5", linestyle=":", label="oracle")
     summary.set(xlabel="steps", ylabel="mean squared error", title=f"{args.test_tasks} new sines")
     summary.set_ylim(0)
-    summary.legend(fontsize=7)
+    summary.legend(fontsize=7, loc="center right")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output, dpi=120)
     print(f"picture: {args.output}")
