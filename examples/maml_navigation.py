@@ -10,10 +10,10 @@ et al., 2018, https://arxiv.org/abs/1802.05098): episodes are samples, but its d
 mean. So the gradient through the step, by ``Recorded``, has the term that other surrogate losses lack. Pre-training
 learns one policy for all goals, and takes the same steps.
 
-Claim (Figure 4): after one step MAML's policy goes to the goal; pre-training stays far from it. The paper shows curves of
-the return. Here an episode has 25 moves instead of 100, so that a return is about a quarter, a layer 32 units instead of
-100, and the outer optimizer is Adam instead of TRPO. The goals of a meta-step are spread over the workers, each of which
-lets all of its points move at once.
+Claim (Figure 4): after one step MAML's policy goes to the goal; pre-training stays far from it. The paper shows curves.
+Here an episode has 25 moves instead of 100, so that a return is about a quarter, a layer 32 units instead of 100, and
+the outer optimizer is Adam instead of TRPO. The goals of a meta-step are spread over the workers, each of which lets
+all of its points move at once.
 
 Result: on 100 new goals MAML's return goes from -4.18 to -0.89 in one step, and to -0.72 in three; that of pre-training
 from -4.00 to -3.62 and -2.98.
@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 
-MOVES, EPISODES = 25, 20
-"""Of an episode; of a batch."""
-DISCOUNT = 0.95
+MOVES, EPISODES, DISCOUNT = 25, 20, 0.95
+"""Moves of an episode; episodes of a batch; what a reward counts, for each move before it."""
 STEPS = 3
 """Of policy gradients, at a test."""
 
@@ -42,8 +41,7 @@ class Policy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
-        self.mean = nn.Sequential(*layers)
+        self.mean = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
         self.log_std = nn.Parameter(torch.full((2,), 0.1).log())
 
     def forward(self, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,13 +56,9 @@ def move(position: Tensor, action: Tensor, goal: Tensor) -> tuple[Tensor, Tensor
 
 
 def episodes(policy: nn.Module, goal: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A policy, a goal, and normal noise of shape (MOVES, EPISODES, 2) → what happens in the episodes.
-
-    Returns:
-        Log-probabilities of the actions, connected to the policy, and rewards, of shape (MOVES, EPISODES); positions.
-    """
+    """A policy, a goal, normal noise of shape (MOVES, EPISODES, 2) → log-probabilities, rewards, and positions."""
     position, goes_on = torch.zeros_like(noise[0]), torch.ones_like(noise[0, :, 0])
-    seen, actions, rewards, counts = [], [], [], []
+    seen, actions, rewards, counts = [], [], [], []  # a move each
     with torch.no_grad():
         for draw in noise:
             mean, std = policy(position)
@@ -93,12 +87,9 @@ def returns_to_go(rewards: Tensor, discount: float) -> Tensor:
 
 
 def dice(log_probs: Tensor, rewards: Tensor, discount: float) -> Tensor:
-    """The mean discounted return of episodes, whose derivatives to order two estimate those of the expected return.
+    """The mean discounted return of two episodes or more, of shapes (moves, episodes).
 
-    Args:
-        log_probs: of the actions, of shape (moves, episodes), at least two episodes.
-        rewards: of the same shape.
-        discount: of a reward, for each move before it.
+    Its derivatives, to order two, are in the mean those of the expected return.
     """
     to_go = returns_to_go(rewards, discount)
     baseline = (to_go.sum(dim=1, keepdim=True) - to_go) / (rewards.shape[1] - 1)  # of the other episodes
@@ -116,13 +107,14 @@ def loss(log_probs: Tensor, rewards: Tensor) -> Tensor:
 @todist.parallelize(todist.tasks, todist.stack_reducer, vectorize=True)
 def adapted(policy: nn.Module, goal: Tensor, noise: Tensor, lr: float) -> tuple[Tensor, Tensor, Tensor]:
     """After a step on each batch but the last one, of which are: the loss, the mean return, and the positions."""
-
-    def inner_loss(policy: nn.Module, noise: Tensor) -> Tensor:
-        return loss(*episodes(policy, goal, noise)[:2])
-
     if len(noise) > 1:
-        sgd = todist.sgd(lr=lr)
-        policy = todist.inner_loop(inner_loss, sgd, policy, noise[:-1], adjoint=todist.Recorded()).params
+        policy = todist.inner_loop(
+            lambda policy, draws: loss(*episodes(policy, goal, draws)[:2]),
+            todist.sgd(lr=lr),
+            policy,
+            noise[:-1],
+            adjoint=todist.Recorded(),
+        ).params
     log_probs, rewards, positions = episodes(policy, goal, noise[-1])
     return loss(log_probs, rewards), rewards.sum(dim=0).mean(), positions
 
@@ -149,6 +141,11 @@ def train(inner_steps: int, args: argparse.Namespace) -> nn.Module:
     return policy
 
 
+def interval(tests: Tensor) -> float:
+    """Half of the 95 % interval of the mean."""
+    return float(1.96 * tests.std() / len(tests) ** 0.5)
+
+
 @todist.rank_zero_only
 def reproduce(args: argparse.Namespace) -> None:
     torch.set_default_dtype(torch.float64)
@@ -161,7 +158,7 @@ def reproduce(args: argparse.Namespace) -> None:
         with torch.no_grad():
             tests = [adapted(policy, goals, noise[:, :last], args.inner_lr) for last in range(1, STEPS + 2)]
         _, *results[name] = zip(*tests, strict=True)
-        cells = [f"{of.mean():.2f} ± {1.96 * of.std() / len(of) ** 0.5:.2f}" for of in results[name][0]]
+        cells = [f"{of.mean():.2f} ± {interval(of):.2f}" for of in results[name][0]]
         print(f"| {name} | {paper} | {' | '.join(cells)} |", flush=True)
     draw(results, goals, args.output)
 
@@ -170,8 +167,7 @@ def draw(results: dict[str, list[tuple[Tensor, ...]]], goals: Tensor, output: Pa
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     summary, *maps = figure.subplots(1, 3)
     for axes, (name, (returns, positions)), colour in zip(maps, results.items(), ("C0", "C1"), strict=True):
-        halves = [float(1.96 * of.std() / len(of) ** 0.5) for of in returns]
-        means = [float(of.mean()) for of in returns]
+        means, halves = [of.mean().item() for of in returns], [interval(of) for of in returns]
         summary.errorbar(range(len(means)), means, halves, fmt="o-", color=colour, capsize=3, label=name)
         for goal, before, after in zip(goals[:6], positions[0], positions[-1], strict=False):
             axes.plot(*before[:, 0].T.numpy(), color="0.7", linewidth=1)

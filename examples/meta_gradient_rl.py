@@ -13,7 +13,7 @@ noise. Every second state of the first eight looks the same as the others of the
 for each of them; all of the last six look the same (noisy). Good returns go through aliased states (trace 1), and stop
 before noisy ones (discount 0). No pair of numbers does both.
 
-Claim (Figure 1, and the results on Atari games, which are out of reach here): discount and trace learned online beat the
+Claim (Figure 1, and results on Atari games, which are out of reach here): discount and trace learned online beat the
 best fixed ones. Here the best of 36 fixed pairs is chosen in hindsight. A run is a lifetime of 1,000 episodes, with the
 same rewards for all; runs are spread over the workers, and a worker computes all of its runs at once.
 
