@@ -30,10 +30,8 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 
-MOVES, EPISODES, DISCOUNT = 25, 20, 0.95
-"""Moves of an episode; episodes of a batch; what a reward counts, for each move before it."""
-STEPS = 3
-"""Of policy gradients, at a test."""
+MOVES, EPISODES, DISCOUNT, STEPS = 25, 20, 0.95, 3
+"""Moves of an episode; episodes of a batch; what a reward counts for each move before it; steps at a test."""
 
 
 class Policy(nn.Module):
@@ -174,8 +172,7 @@ def draw(results: dict[str, list[tuple[Tensor, ...]]], goals: Tensor, output: Pa
             axes.plot(*after[:, 0].T.numpy(), color=colour, linewidth=1.5)
             axes.plot(*goal.numpy(), "k*")
         axes.set(title=f"{name}: before, and after {STEPS} steps", xlim=(-0.8, 0.8), ylim=(-0.8, 0.8))
-    title = f"{len(goals)} new goals"
-    summary.set(xlabel="steps of policy gradients", ylabel="return", title=title, xticks=range(STEPS + 1))
+    summary.set(xlabel="steps", ylabel=f"return on {len(goals)} new goals", xticks=range(STEPS + 1))
     summary.legend()
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
