@@ -128,7 +128,10 @@ def reproduce(args: argparse.Namespace) -> None:
     own = learned[:, 0, late].mean(dim=-1)
     last = history[:, 0, -1].mean(dim=0)
     last = torch.cat([last[:, 1:CLEAR].mean(dim=1, keepdim=True), last[:, CLEAR:]], dim=1)
-    print("| discount and trace | paper | squared error | less than the best fixed | discount | trace |")
+    looks_of = "(clear, aliased, noisy)"
+    print(
+        f"| learner | paper | squared error | less than the best | discount {looks_of} | trace {looks_of} |"
+    )
     print("|---|---|---|---|---|---|")
     for name, pair in (("fixed, full return", full), ("fixed, the best of 36", best)):
         discount, trace = pairs[pair].tolist()
@@ -136,7 +139,6 @@ def reproduce(args: argparse.Namespace) -> None:
     shown = [f"{clear:.2f}, {aliased:.2f}, {noisy:.2f}" for clear, aliased, noisy in last.tolist()]
     gain = with_interval(by_pair[:, best] - own)
     print(f"| learned online | beats the best fixed | {with_interval(own)} | {gain} | {' | '.join(shown)} |")
-    print("\nLearned: for states that are clear, aliased, noisy.")
     draw(errors[:, best], learned[:, 0], by_pair.mean(dim=0), own, history[:, 0].mean(dim=0), args.output)
 
 

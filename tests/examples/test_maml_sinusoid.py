@@ -14,22 +14,38 @@ from tests.processes import torchrun
 EXAMPLE = Path(__file__).parents[2] / "examples" / "maml_sinusoid.py"
 
 
-def test_maml_fits_new_sines_sooner_alike_on_one_and_two_workers(tmp_path: Path) -> None:
-    rates = ("--lr", 0.01, "--inner-lr", 0.02)
-    words = (EXAMPLE, "--meta-steps", 120, *rates, "--tasks", 10, "--test-tasks", 60, "--output")
-    one = table(run_python(*words, tmp_path / "one.png"))
-    two = table(torchrun("--standalone", "--nproc_per_node=2", *words, tmp_path / "two.png"))
+def errors(printed: str) -> dict[tuple[str, str], list[float]]:
+    """Learner, number of known points → errors."""
+    rows = table(printed)[1:]
+    return {(row[0], row[1]): [float(cell.split()[0]) for cell in row[3:] if cell] for row in rows}
+
+
+def test_maml_fits_new_sines_sooner(tmp_path: Path) -> None:
+    sizes = ("--meta-steps", 120, "--lr", 0.01, "--inner-lr", 0.02, "--tasks", 10, "--test-tasks", 60)
+    found = errors(run_python(EXAMPLE, *sizes, "--output", tmp_path / "one.png"))
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-    errors = [
-        {(row[0], row[1]): [float(cell.split()[0]) for cell in row[3:] if cell] for row in rows[1:]}
-        for rows in (one, two)
-    ]
-    for key, of_one in errors[0].items():
-        assert errors[1][key] == pytest.approx(of_one, abs=0.02)
-    maml, ordinary = errors[0]["MAML", "10"], errors[0]["pre-training", "10"]
+    maml, ordinary = found["MAML", "10"], found["pre-training", "10"]
     assert maml[1] < maml[0] - 0.3
     assert maml[1] < ordinary[1] - 0.4
-    assert errors[0]["oracle", ""][0] < ordinary[0]
+    assert found["oracle", ""][0] < ordinary[0]
+
+
+def test_one_worker_and_two_learn_alike(tmp_path: Path) -> None:
+    words = (
+        EXAMPLE,
+        "--meta-steps",
+        6,
+        "--tasks",
+        5,
+        "--test-tasks",
+        7,
+        "--output",
+        tmp_path / "picture.png",
+    )
+    one, two = errors(run_python(*words)), errors(torchrun("--standalone", "--nproc_per_node=2", *words))
+    assert len(one) == 5
+    for key, of_one in one.items():
+        assert two[key] == pytest.approx(of_one, abs=0.02)
 
 
 def test_an_oracle_sees_height_and_phase() -> None:
