@@ -36,7 +36,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick portable fuzz losses engines examples lint types docs pictures gallery bench wheel clean
+.PHONY: help demo test quick portable fuzz losses engines examples lint types docs pictures gallery reproduce bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -91,6 +91,9 @@ pictures: $(STAMP) ## draw README's pictures in docs/images anew
 gallery: $(STAMP) ## run every example on one worker and on two, for the documentation's pictures; then that: EXAMPLES="lola adjoints"
 	$(BIN)/python docs/pages.py $(EXAMPLES)
 	$(MAKE) docs
+
+reproduce: $(STAMP) ## write the tables of docs/reproductions.md, on a quiet machine, and make its pictures: ONLY="lola chaos"
+	$(BIN)/python docs/reproduce.py $(ONLY)
 
 engines: $(STAMP) ## install Ray, Dask and Monarch, each beside this torch, and run the programs of docs/launchers.md: ENGINES="ray dask"
 	@for one in $(ENGINES); do test -x build/engines/$$one/bin/python || $(BIN)/python -m tests.packaging.engine $$one || exit 1; done

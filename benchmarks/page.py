@@ -33,7 +33,7 @@ def ratio(question: str, peer: str, answer: str) -> None:
     print(f"{RATIO}{question} | {peer} | {answer}", flush=True)
 
 
-def with_output(page: str, name: str, printed: str, stamp: str) -> str:
+def with_output(page: str, name: str, printed: str, stamp: str, folder: str = "benchmarks") -> str:
     """The page with what a program has printed in the program's place, and its ratios among the others.
 
     Tables are taken with the lines of text around them; where there is no table, all is shown as it was printed. A
@@ -44,6 +44,7 @@ def with_output(page: str, name: str, printed: str, stamp: str) -> str:
         name: the program's, without ``.py``.
         printed: what it has printed.
         stamp: when and where that was.
+        folder: the program's.
 
     Raises:
         ValueError: the page has no such place, or two.
@@ -60,7 +61,7 @@ def with_output(page: str, name: str, printed: str, stamp: str) -> str:
         body = f"```text\n{body}\n```"
     before, _, rest = page.partition(start)
     body = re.sub(r"\n{3,}", "\n\n", body)
-    page = f"{before}{start}\n{body}\n\n`python benchmarks/{name}.py`, {stamp}.\n{rest[rest.index(END) :]}"
+    page = f"{before}{start}\n{body}\n\n`python {folder}/{name}.py`, {stamp}.\n{rest[rest.index(END) :]}"
     return with_ratios(page, name, ratios) if ratios else page
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -75,30 +76,44 @@ def run_examples(names: list[str]) -> list[str]:
     sources = {source.stem: source for source in sorted((ROOT / "examples").glob("*.py"))}
     if unknown := [name for name in names if name not in sources]:
         raise ValueError(f"EXAMPLE must be one of {', '.join(sources)}, got {', '.join(unknown)}")
+    return [name for name in names or sources if run_example(sources[name]) is None]
+
+
+class Run(NamedTuple):
+    """A program's run that went well."""
+
+    seconds: float
+    printed: str
+
+
+def run_example(source: Path) -> dict[str, Run] | None:
+    """Run a program in the default setting in each way that it can be started, and keep its picture and its times.
+
+    Returns:
+        How it was started → that run; ``None`` if one failed, or took longer than ``SECONDS``: what was known is kept.
+    """
+    runs: dict[str, Run] = {}
+    for where, command in ways_to_run(source).items():
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                [*command, source], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=SECONDS
+            )
+            well = done.returncode == 0
+        except subprocess.TimeoutExpired:
+            well = False
+        seconds = time.perf_counter() - start
+        print(f"{source.stem} {where}: {seconds:.0f} s{'' if well else ', FAILED'}", flush=True)
+        if not well:
+            return None
+        runs[where] = Run(seconds, done.stdout)
     PICTURES.mkdir(exist_ok=True)
-    failed = []
-    for name in names or sources:
-        took: dict[str, float] = {}
-        for where, command in ways_to_run(sources[name]).items():
-            start = time.perf_counter()
-            try:
-                done = subprocess.run(
-                    [*command, sources[name]], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=SECONDS
-                )
-                well = done.returncode == 0
-            except subprocess.TimeoutExpired:
-                well = False
-            took[where] = time.perf_counter() - start
-            print(f"{name} {where}: {took[where]:.0f} s{'' if well else ', FAILED'}", flush=True)
-            if not well:
-                failed.append(name)
-                break
-        else:
-            TIMES.write_text(json.dumps({**known_times(), name: took}, indent=1))
-            drawn = ROOT / "outputs" / f"{name}.png"
-            if drawn.exists():
-                shutil.copy(drawn, PICTURES)
-    return failed
+    took = {where: run.seconds for where, run in runs.items()}
+    TIMES.write_text(json.dumps({**known_times(), source.stem: took}, indent=1))
+    drawn = ROOT / "outputs" / f"{source.stem}.png"
+    if drawn.exists():
+        shutil.copy(drawn, PICTURES)
+    return runs
 
 
 def ways_to_run(source: Path) -> dict[str, list[str]]:

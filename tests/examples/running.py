@@ -1,4 +1,7 @@
-"""A Python command line → what it prints on stdout; anything on stderr, a warning among them, is a failure."""
+"""A Python command line → what it prints on stdout; anything on stderr, a warning among them, is a failure.
+
+And an example → its module; what it prints → the rows of its table.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ def run_python(*arguments: object, warm: bool = True) -> str:
     return done.stdout
 
 
-def imported(example: Path) -> ModuleType:
-    """A program as a module."""
-    spec = importlib.util.spec_from_file_location(example.stem, example)
+def imported(source: Path) -> ModuleType:
+    """The module of a program that is not started."""
+    spec = importlib.util.spec_from_file_location(source.stem, source)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,10 +32,15 @@ def imported(example: Path) -> ModuleType:
     return module
 
 
+def table(printed: str) -> list[list[str]]:
+    """The cells of a printed table: its heading, and its rows."""
+    lines = [line.strip("|").split("|") for line in printed.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines if set("".join(line)) != {"-"}]
+
+
 def rows(printed: str) -> list[list[str]]:
-    """The cells of the rows of the table that a program has printed, but for its header."""
-    lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("|")]
-    return lines[2:]
+    """The same without the heading."""
+    return table(printed)[1:]
 
 
 def numbers(cells: Sequence[str]) -> list[float]:

@@ -24,48 +24,11 @@ def run(name: str, folder: Path, *arguments: object) -> str:
     return printed
 
 
-def test_every_program_is_in_the_gallery() -> None:
+def test_every_program_is_in_the_gallery_or_among_the_reproductions() -> None:
     programs = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert programs == set(re.findall(r"^:link: _site/example_(\w+)$", PAGE, re.MULTILINE))
-
-
-def test_maml_fits_a_new_sine_sooner_than_ordinary_training(tmp_path: Path) -> None:
-    printed = run("maml_sinusoid", tmp_path, "--meta-steps", 50, "--tasks", 8, "--inner-steps", 1)
-    maml, ordinary = (
-        [float(error) for error in re.findall(rf"\d: ({NUMBER})", line)]
-        for line in printed.splitlines()
-        if "error after steps" in line
-    )
-    assert maml[2] < ordinary[2]
-
-
-def test_those_who_foresee_the_other_s_step_cooperate(tmp_path: Path) -> None:
-    printed = run("lola", tmp_path, "--pairs", 8, "--steps", 60, "--look-ahead", 2.0)
-    naive, lola = (float(last) for last in re.findall(rf"-> ({NUMBER})", printed))
-    assert naive < -1.8
-    assert lola > naive + 0.3
-
-
-def test_the_gradient_goes_through_the_other_player_s_step() -> None:
-    lola = imported(EXAMPLES / "lola.py")
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(5, generator=generator).requires_grad_() for _ in range(2))
-    lola.anticipated.__wrapped__(lola.Players(first, second), 0.7).backward()
-    direction = torch.randn(5, generator=generator)
-    for index, own in enumerate((first, second)):
-
-        def expects(shift: float, index: int = index) -> float:
-            policies = [first.detach(), second.detach()]
-            policies[index] = policies[index] + shift * direction
-            other = policies[1 - index].clone().requires_grad_()
-            pair = (policies[0], other) if index == 0 else (other, policies[1])
-            (step,) = torch.autograd.grad(lola.payoffs(*pair)[1 - index], other)
-            policies[1 - index] = policies[1 - index] + 0.7 * step
-            return float(lola.payoffs(*policies)[index])
-
-        slope = (expects(0.01) - expects(-0.01)) / 0.02
-        assert own.grad is not None
-        assert float(own.grad @ direction) == pytest.approx(slope, rel=1e-2)
+    cards = set(re.findall(r"^:link: _site/example_(\w+)$", PAGE, re.MULTILINE))
+    page = (ROOT / "docs" / "reproductions.md").read_text("utf-8")
+    assert programs == cards | set(re.findall(r"^<!-- bench: (\w+) -->$", page, re.MULTILINE))
 
 
 def test_the_program_that_compiles_learns_without_the_compiler(tmp_path: Path) -> None:
