@@ -110,8 +110,8 @@ class RunningGroup:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1") if world.world_size > 1 else "127.0.0.1"
         self._variables = {name: os.environ.get(name) for name in _network.VARIABLES}
         _network.choose_interface(host)
+        keep_for_next_call()
         if world.world_size > 1:
-            keep_for_next_call()
             check_descriptors(chosen.files + world.world_size)
         nonce, plain = store_module.rendezvous(
             world.rank, world.world_size, chosen.init_method, self.incarnation
