@@ -9,9 +9,12 @@ each inner gradient. MixFlow-MG (Kemaev et al., 2025, https://arxiv.org/abs/2505
 back one step at a time, and takes each step's products with second derivatives by forward over reverse mode, so no
 graph of a graph is made. The paper reports more than 10 times less memory and up to 25 % less time.
 
-Here it is one word: ``adjoint=Replayed(sweep="forward")`` for ``Recorded()``. With ``snapshots=`` the history is kept
-in part, and with ``blocks="auto"`` one layer's graph at a time. ``sweep="reverse"`` is the same replay without mixed
-modes. All give the same gradient, and the program checks that.
+Here it is one word: ``adjoint=Replayed(sweep="forward")`` for ``Recorded()``. With ``blocks="auto"`` each step's graph
+is that of one layer at a time, as in the paper. ``sweep="reverse"`` is the same replay without mixed modes. All give
+the same gradient, and the program checks that.
+
+The memory comes out: 10.6 times less for nine layers and 13.7 times for 18 steps. The time does not: it is 1.4 times that
+of recording, and with blocks 2.6 times, as steps are computed twice and the operations are small.
 
 Every measurement is a task, and the tasks are spread over the workers. Memory is the most that tensors took at a time,
 and the same on any worker; time is CPU time of one thread.
@@ -37,7 +40,7 @@ WAYS: dict[str, todist.Adjoint] = {
     "Recorded()": todist.Recorded(),
     'Replayed(sweep="reverse")': todist.Replayed(sweep="reverse"),
     'Replayed(sweep="forward")': todist.Replayed(sweep="forward"),
-    'Replayed(snapshots=2, blocks="auto")': todist.Replayed(snapshots=2, blocks="auto"),
+    'Replayed(blocks="auto")': todist.Replayed(blocks="auto"),
 }
 
 
@@ -121,7 +124,9 @@ def main(args: argparse.Namespace) -> None:
     cases = cases[::2] + cases[1::2]  # as much work for the first half as for the second
     costs = dict(zip(cases, todist.map(measured, cases), strict=True))
 
-    print(f"| layers, steps | {' | '.join(f'`{way}`' for way in WAYS)} | less memory | less time |")
+    print(
+        f"| layers, steps | {' | '.join(f'`{way}`' for way in WAYS)} | less memory | time, of recording's |"
+    )
     print("|---|" + "---|" * (len(WAYS) + 2))
     for size in sizes:
         row = [costs[Case(*size, way)] for way in WAYS]
@@ -130,10 +135,10 @@ def main(args: argparse.Namespace) -> None:
             torch.testing.assert_close(cost.gradient, exact, rtol=1e-3, atol=1e-3 * exact.abs().max().item())
         shown = [f"{cost.mebibytes:.1f} MiB, {cost.seconds:.2f} s" for cost in row]
         saved = [row[0].mebibytes / cost.mebibytes for cost in row[2:]]
-        sooner = [1 - cost.seconds / row[0].seconds for cost in row[2:]]
-        ratios = f"{saved[0]:.1f} and {saved[1]:.1f} times | {sooner[0]:.0%} and {sooner[1]:.0%}"
+        longer_by = [cost.seconds / row[0].seconds for cost in row[2:]]
+        ratios = f"{saved[0]:.1f} and {saved[1]:.1f} times | {longer_by[0]:.2f} and {longer_by[1]:.2f}"
         print(f"| {size[0]}, {size[1]} | {' | '.join(shown)} | {ratios} |")
-    print(f"| the paper |{' |' * len(WAYS)} more than 10 times | up to 25 % |")
+    print(f"| the paper |{' |' * len(WAYS)} more than 10 times | down to 0.75 |")
     draw(costs, deeper, longer, args)
 
 
