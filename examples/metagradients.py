@@ -8,11 +8,10 @@ loss on validation images is a differentiable function of each training example'
 move by the sign of that gradient, and the network is trained anew. The paper's claims are that data chosen in this way
 beat other choices of the same size, and that poison found in this way does ten times the harm of earlier attacks.
 
-Choose: four in ten labels of 1,000 handwritten digits are wrong. After three meta-steps, keep the 400 images of the
-highest worth. Poison: all labels are right, and the pixels of 50 images move so that the validation loss grows.
-``Replayed`` runs the steps again from snapshots, in 1.2 MiB where a record takes 60. ``Truncated(20)`` in its place is
-cheap, but goes back through the last 20 steps only. Networks trained on the chosen images have 92 % test accuracy, on
-400 at random 68 %. Poison raises the test loss from 0.12 to 0.17, and noise in its place does not.
+Choose: four in ten labels of 1,000 handwritten digits are wrong. After three meta-steps, the 400 images of the highest
+worth train to 92 % test accuracy, 400 at random to 68 %. Poison: all labels are right, and the pixels of 50 images move
+until the test loss is 0.17 for 0.12; noise in their place leaves it. ``Replayed`` runs the steps again from snapshots,
+in 1.2 MiB where a record takes 60. ``Truncated(20)`` in its place is cheap, but sees the last 20 steps only.
 
 The gradient of a meta-step is the mean of two trainings' with seeds of their own. These trainings, and those that are
 tested, are spread over the workers. On one worker or on many, the numbers printed are the same up to rounding.

@@ -12,8 +12,10 @@ that Adam's own derivative makes of the clean loss's gradient. Only the word ``a
 
 1,000 handwritten digits have 20, 40 or 60 % wrong labels, and 100 have the right ones. Plain training weighs all alike,
 and the oracle knows which labels are wrong. With 60 %, plain training has 65 % test accuracy, SAMA 84 %, the exact
-gradient 90 % and the oracle 95 %; the papers' claims stand beside ours in the tables. The runs are spread over the workers; on one worker or on many, the numbers
-printed are the same up to rounding, but for the times.
+gradient 90 % and the oracle 95 %. The papers' numbers stand beside ours in the tables.
+
+The runs are spread over the workers. On one worker or on many, the numbers printed are the same up to rounding, but for
+the times.
 """
 
 from __future__ import annotations
