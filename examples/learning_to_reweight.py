@@ -102,9 +102,8 @@ def train(run: Run, args: argparse.Namespace) -> tuple[list[float], Tensor, Tens
         The test accuracies on the way, each example's mean weight, where 1 is the usual one, and which are wrong.
     """
     torch.manual_seed(run.seed)
-    generator = torch.Generator().manual_seed(run.seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).double()
-    noisy, wrong, clean, test = noisy_digits(args.noise, args.clean, generator)
+    noisy, wrong, clean, test = noisy_digits(args.noise, args.clean, torch.Generator().manual_seed(run.seed))
     both = Images(*map(torch.cat, zip(noisy, clean, strict=True)))
     data = {"clean only": clean, "noisy and clean": both}.get(run.way, noisy)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
@@ -162,7 +161,8 @@ def compare(args: argparse.Namespace, write: todist.WriteScalars) -> None:
     means = {name: torch.tensor(runs).mean(0) for name, runs in curves.items()}
     for name, mean in means.items():
         print(f"{name:15s} test accuracy {mean[-1]:.1%} at the end, {mean.max():.1%} at its best")
-    weight, is_wrong = (torch.cat([made[place] for made in reweighted]) for place in (1, 2))
+    weight = torch.cat([weights for _, weights, _ in reweighted])
+    is_wrong = torch.cat([wrong for _, _, wrong in reweighted])
     share = (weight[is_wrong].sum() / weight.sum()).item()
     print(f"wrong labels: {is_wrong.double().mean():.1%} of the examples, {share:.1%} of the weight")
     draw(means, weight, is_wrong, args)

@@ -142,7 +142,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser, write: todi
 
     def adapted(weights: nn.Module, lr: float = args.inner_lr) -> Result:
         with torch.no_grad():
-            return on_all(weights, held_out, lr, args.inner_steps)  # type: ignore[no-any-return]
+            return on_all(weights, held_out, lr, args.inner_steps)
 
     def evaluate(step: int) -> dict[str, float]:
         result = adapted(model)

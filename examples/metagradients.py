@@ -72,7 +72,7 @@ def trained(seed: int, images: Images, weights: Tensor, steps: int, adjoint: Any
 
     optimizer, meta = todist.adam(lr=3e-3), (images.x, weights)
     made = todist.inner_loop(loss, optimizer, params, batch, steps=steps, meta=meta, adjoint=adjoint)
-    return made.params  # type: ignore[no-any-return]
+    return made.params
 
 
 def validation_loss(seed: int, images: Images, weights: Tensor, steps: int, adjoint: Any) -> Tensor:

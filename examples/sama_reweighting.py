@@ -14,8 +14,7 @@ that Adam's own derivative makes of the clean loss's gradient. Only the word ``a
 and the oracle knows which labels are wrong. With 60 %, plain training has 65 % test accuracy, SAMA 84 %, the exact
 gradient 90 % and the oracle 95 %. The papers' numbers stand beside ours in the tables.
 
-The runs are spread over the workers. On one worker or on many, the numbers printed are the same up to rounding, but for
-the times.
+The runs are spread over the workers. On one or on many, the numbers but for the times are the same up to rounding.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def train(run: Run, args: argparse.Namespace) -> Found:
 
     def weights_of(losses: Tensor, chosen: Tensor) -> Tensor:
         if adjoint is not None:
-            return weigher(losses.detach()[:, None])[:, 0].exp()  # type: ignore[no-any-return]
+            return weigher(losses.detach()[:, None])[:, 0].exp()
         return (~data.wrong)[chosen].float() if run.way == "oracle" else torch.ones(len(chosen))
 
     def loss(model: Any, chosen: Tensor) -> Tensor:
