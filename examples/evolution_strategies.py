@@ -93,7 +93,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40, help="of the optimizer")
     parser.add_argument("--samples", type=int, default=32, help="a step; each is evaluated on both sides")
-    parser.add_argument("--episodes", type=int, default=4, help="an evaluation")
+    parser.add_argument("--episodes", type=int, default=16, help="an evaluation")
     parser.add_argument("--sigma", type=float, default=0.5, help="width of the smoothing")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)

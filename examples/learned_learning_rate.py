@@ -1,12 +1,11 @@
 """A learning rate for each step, and a momentum, learned by the gradient of the validation loss.
 
     python examples/learned_learning_rate.py
-    torchrun --nproc_per_node=2 examples/learned_learning_rate.py
 
 Thirty steps of SGD, on 32 handwritten digits each, train a small network. The resulting validation loss is a
 differentiable function of the thirty learning rates and of the momentum: the gradient goes back through all unrolled
-steps, and Adam updates these hyper-parameters. The tasks are initializations, each with its own batches. They are
-spread over the workers, and each worker trains all its tasks at once (``vectorize=True``).
+steps, and Adam updates these hyper-parameters. The tasks are initializations, each with its own batches, and all are
+trained at once (``vectorize=True``).
 
 The baseline is a grid search over eleven rates, constant or falling linearly, and five momenta. The test uses
 images, initializations and batches that neither method has seen. With seed 0, and with about the same time for search
@@ -20,8 +19,8 @@ The learned rates stay high for two thirds of the steps and then fall close to z
 outer step draws new tasks. If the tasks were always the same, the rates would overfit to them (a low rate for a bad
 batch) and gain less on others.
 
-On one worker or on many, the numbers printed are the same up to rounding. The tasks are small and run all at once, so a
-second worker gains little.
+It is a program for one process: the tasks are small and run all at once, so a second worker gains little. The numbers
+are the same on any number of workers, up to rounding.
 """
 
 from __future__ import annotations

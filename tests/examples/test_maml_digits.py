@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import re
 import shutil
 import signal
 import sys
@@ -22,7 +23,7 @@ from tests.processes import World, finish, free_port, start_torchrun, torchrun
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "maml_digits.py"
-SHORT = ("--meta-steps", 8, "--tasks", 5, "--test-tasks", 9, "--eval-every", 4, "--no-baselines")
+SHORT = ("--meta-steps", 8, "--tasks", 5, "--test-tasks", 9, "--eval-every", 4, "--no-baselines", "--double")
 
 
 def run_alone(*arguments: object) -> str:
@@ -62,7 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_help_names_every_argument_and_its_default() -> None:
     text = run_python(EXAMPLE, "--help")
-    for name in ("ways", "shots", "tasks", "meta-steps", "inner-lr", "seed", "omniglot", "output", "device"):
+    for name in ("ways", "shots", "tasks", "meta-steps", "inner-lr", "seed", "omniglot", "output"):
         assert f"--{name}" in text
     assert "support images a class (default: 5)" in text
 
@@ -152,6 +153,7 @@ def test_omniglot_is_read_from_disk(tmp_path: Path) -> None:
             image.convert("1").save(folder / f"0001_{drawing:02d}.png")
     task = ("--ways", 4, "--shots", 1, "--queries", 2, "--tasks", 2, "--meta-steps", 1, "--test-tasks", 1)
     output = run_alone("--omniglot", tmp_path, "--output", tmp_path / "curve.png", *task)
+    assert "times as fast" not in output  # there is one worker
     for baseline in ("random weights, adapted", "ordinary training, adapted"):
         assert output.count(f"{baseline}: held-out") == 1
     assert "meta-step    1: held-out accuracy" in output
@@ -181,7 +183,8 @@ def test_tasks_hold_out_digits_and_query_images(example: ModuleType) -> None:
     assert sum(map(len, classes + held_out)) == 4 * 1797
     # Each image of each class gets a number of its own, so that it can be recognized in a task.
     numbered = [torch.arange(20.0).reshape(20, 1, 1, 1) + 100 * index for index in range(12)]
-    tasks = example.sample_tasks(numbered, 7, 5, 4, 15, torch.Generator().manual_seed(0))
+    args = example.build_parser().parse_args(["--shots=4"])
+    tasks = example.sampler(numbered, args, seed=0).batch(range(7))
     assert [tuple(tensor.shape) for tensor in tasks] == [(7, 20, 1, 1, 1), (7, 20), (7, 75, 1, 1, 1), (7, 75)]
     for task in zip(*tasks, strict=True):
         support_x, support_y, query_x, query_y = (tensor.flatten().tolist() for tensor in task)
@@ -204,6 +207,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     outputs = finish(*jobs)
     assert "4 worker(s)" in outputs[0]
     assert "worker(s)" not in outputs[1]
+    assert re.search(r"a meta-step takes \S+ s on one worker and \S+ s on 4: \S+ times as fast", outputs[0])
 
 
 def test_too_many_ways_end_the_job() -> None:
@@ -220,7 +224,6 @@ def test_too_many_ways_end_the_job() -> None:
         (("--queries", "two"), "argument --queries: must be a positive integer, got 'two'"),
         (("--inner-lr", "-1"), "argument --inner-lr: must be a positive number, got '-1'"),
         (("--outer-lr", "nan"), "argument --outer-lr: must be a positive number, got 'nan'"),
-        (("--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
         (
             ("--shots", "160"),
             "argument --shots, --queries: their sum must be at most 174, the images of a class, got 160 + 15",

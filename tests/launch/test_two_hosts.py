@@ -249,7 +249,7 @@ def test_an_interface_that_the_user_names_is_left(launch):
 
 # The main job.
 
-SHORT = ("--meta-steps", 2, "--tasks", 4, "--test-tasks", 2, "--eval-every", 1, "--no-baselines")
+SHORT = ("--meta-steps", 2, "--tasks", 4, "--test-tasks", 2, "--eval-every", 1, "--no-baselines", "--double")
 
 
 def arguments(path):
