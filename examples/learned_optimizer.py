@@ -1,4 +1,4 @@
-"""A learned optimizer, meta-trained by persistent evolution strategies, beats tuned Adam on networks it has not seen.
+"""A learned optimizer, meta-trained by persistent evolution strategies, against tuned Adam on networks held out.
 
     torchrun --nproc_per_node=2 examples/learned_optimizer.py     # two workers
     python examples/learned_optimizer.py                          # one process, the same numbers up to rounding
@@ -6,9 +6,9 @@
 A learned optimizer is a small network that turns what is known of a parameter into its update. Here, as in Metz et al.
 (2022, https://arxiv.org/abs/2203.11860), that is the gradient, momenta of three decays and the time, and the network
 has one hidden layer. All parameters share it, so it fits any model. Unlike theirs it begins as Adam: its output is
-added to Adam's direction and to the logarithm of Adam's rate. So half a minute of meta-training is enough.
+added to Adam's direction and to the logarithm of Adam's rate. So a minute of meta-training is enough.
 
-The meta-loss is the mean loss of 100 steps of training. Pairs of trainings with noise on the optimizer's 98 numbers
+The meta-loss is the mean loss of 100 steps of training. Pairs of trainings with noise on the optimizer's 89 numbers
 give its gradient, with new noise every 20 steps. Some networks are trained at once, by ``vmap``; each such group is a
 task of a meta-step, and tasks are spread over the workers.
 
