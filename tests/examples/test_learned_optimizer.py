@@ -29,12 +29,11 @@ def test_it_begins_as_adam():
 
 
 def test_it_becomes_better_than_tuned_adam(tmp_path):
-    short = ("--meta-steps", 16, "--steps", 30, "--networks", 4, "--test-networks", 4)
+    short = ("--meta-steps", 12, "--steps", 20, "--networks", 4, "--test-networks", 4)
     printed = run_python(EXAMPLE, *short, "--output", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    for row in rows(printed)[:2]:
-        tuned, _, learned, *_ = numbers(row[1:3])
-        assert learned < tuned
+    tuned, _, learned = zip(*[numbers(row[1:3]) for row in rows(printed)[:3]], strict=True)
+    assert sum(learned) < 0.98 * sum(tuned)
 
 
 def test_the_meta_loss_of_two_workers_is_that_of_one(tmp_path):
