@@ -136,11 +136,17 @@ class Ranks:
                 found[place] = part.view(tensors[place].shape)
         return found
 
-    def part(self, flat: Tensor) -> Tensor:
-        """This rank's part of a vector, in memory of its own; all parts have the same size."""
-        size = -(-len(flat) // self.size)
-        own = flat[self.rank * size : (self.rank + 1) * size]
-        return torch.cat([own, own.new_zeros(size - len(own))])
+    def part(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This rank's part of tensors, laid end to end, in memory of its own; all parts have the same size."""
+        size = -(-sum(tensor.numel() for tensor in tensors) // self.size)
+        begin, own = -self.rank * size, []
+        for tensor in tensors:
+            first = min(max(-begin, 0), tensor.numel())
+            # None of a tensor is a part of it, too, which has its history.
+            own.append(tensor.reshape(-1)[first : max(first, size - begin)])
+            begin += tensor.numel()
+        rest = size - sum(map(len, own))
+        return torch.cat([*own, tensors[0].new_zeros(rest)] if rest else own)
 
     def whole(self, part: Tensor, size: int) -> Tensor:
         """The vector of this size of which each rank has a part."""

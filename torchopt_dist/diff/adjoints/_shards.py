@@ -53,7 +53,7 @@ class ShardedModel(Model):
             torch.enable_grad()
         ):  # the gradient of a part is zero elsewhere, and all ranks' sum is that of the whole
             same = local(Ranks(ranks.group, sums=True), moved)
-            parts = [ranks.part(tensor.reshape(-1)) for tensor in same]
+            parts = [ranks.part([tensor]) for tensor in same]
         self.leaves = self._with(whole.leaves, parts)
 
     def gathered(self, leaves: Sequence[Tensor]) -> list[Tensor]:

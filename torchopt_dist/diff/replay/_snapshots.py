@@ -64,9 +64,8 @@ class Store:
         alike = [
             {name: (leaf.shape, leaf.requires_grad) for name, leaf in of.items()} for of in parted.values()
         ]
-        flats = [torch.cat([leaf.detach().reshape(-1) for leaf in of.values()]) for of in parted.values()]
-        sizes = [len(flat) for flat in flats]
-        parts = self._kept([ranks.part(flat) for flat in flats])
+        sizes = [sum(leaf.numel() for leaf in of.values()) for of in parted.values()]
+        parts = self._kept([ranks.part([leaf.detach() for leaf in of.values()]) for of in parted.values()])
         names = [id(leaf) for leaf in leaves]
         found = {name for of in alike for name in of}
         rest = [
