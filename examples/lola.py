@@ -12,7 +12,7 @@ game is exact, from one linear system of four equations.
 
 Claim, with exact payoffs (Table 3): in the iterated prisoner's dilemma naive learners defect, and LOLA plays tit for
 tat; in iterated matching pennies LOLA finds the Nash equilibrium, to show heads half of the time, and naive learners do
-not. Here a state of a policy counts as learned if its probability is within 0.02 of that; with this count naive
+not. Here a state of a policy counts as learned if its probability is within 0.02 of that; with this guess naive
 learners have the paper's percentage. The paper expands the payoff to first order in the opponent's step; here the step
 itself is differentiated. A run is a pair of players. Runs are spread over the workers, and each worker computes all of
 its runs at once; there is so little arithmetic that the second worker gains nothing with fewer than thousands.
