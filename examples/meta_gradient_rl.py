@@ -162,7 +162,7 @@ def draw(best: Tensor, learned: Tensor, grid: Tensor, own: Tensor, history: Tens
         for look, of, colour in (("clear", clear, "C2"), ("aliased", aliased, "C4"), ("noisy", noisy, "C3")):
             course.plot(of.numpy(), style, color=colour, label=f"{name}, {look}")
     course.set(xlabel="episodes", title="as they are learned", ylim=(-0.02, 1.02))
-    course.legend(fontsize=7)
+    course.legend(fontsize=7, loc=(0.38, 0.36))
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=110)
     print(f"picture: {output}")
