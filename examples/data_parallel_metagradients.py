@@ -11,7 +11,7 @@ four the mean weight of random sequences is 0.83, that of the others 1.33.
 There is one training, not one a task, so its batches are split: each rank has its part of the sequences, and their
 weights are its own. ``parallel=todist.DataParallel(own=weights)`` makes one loop of it, and ``Replayed(sharded=True)``
 has each rank keep its part of the history. The training is repeated on one, two and four ranks of this machine: the
-curves are the same, and each of four ranks needs about a quarter of the memory, most of which is the history.
+curves are the same, and a rank's peak is 4.2, 2.5 and 1.8 MiB. What is left is the parameters and a step's graph.
 """
 
 from __future__ import annotations
