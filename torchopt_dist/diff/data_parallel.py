@@ -7,11 +7,9 @@ The loop runs as it does on one worker, but for three things: the gradient of ea
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from torchopt_dist import pytree
 from torchopt_dist._team import Team
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Recorded, Replayed, Reptile, Truncated
+from torchopt_dist.diff.adjoints._agreement import agreed
 from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._model import Model
@@ -146,7 +145,7 @@ class DataParallel:
         )
         moved = tuple(loop.first.params[place] for place in loop.model.moved_places)
         ranks = Ranks(self.ranks, places, moved, shards=self.shard is not None)
-        seed = _agreed(ranks, loop, adjoint)
+        seed = agreed(ranks, loop, adjoint)
         return replace(loop, ranks=ranks, seed=(seed + ranks.rank * 0xD1342543DE82EF95) % 2**63)
 
 
@@ -309,72 +308,3 @@ def _group_of(group: Any) -> RankGroup:
     if known is None or not known.is_open:  # an error closes it on all ranks
         known = _groups[group] = group_for_loops(group, 0 if known is None else known.number + 1)
     return known
-
-
-def _agreed(ranks: Ranks, loop: Loop, adjoint: Adjoint) -> int:
-    """Check that all ranks run the same loop; the seed of the first one."""
-    replicated = [tensor for place, tensor in enumerate(loop.declared) if place not in ranks.own]
-    facts = {
-        "the adjoints": _settings_of(adjoint),
-        "the numbers of steps": loop.steps,
-        "the optimizers": str(pytree.flatten(loop.first.state)[1]),
-        "the shapes of parameters": [(tuple(one.shape), str(one.dtype)) for one in ranks.moved],
-        "the shapes of replicated meta tensors": [(tuple(one.shape), str(one.dtype)) for one in replicated],
-        "the numbers of own meta tensors": len(ranks.own),
-        "whether parameters are in parts": ranks.shards,
-        "whether there is a `stop`": loop.stop is not None,
-        "whether gradients are recorded": torch.is_grad_enabled(),
-    }
-    model = loop.model.whole if isinstance(loop.model, ShardedModel) else loop.model
-    whole = [model.leaves[place] for place in model.moved_places]
-    sums = {"parameters": _sums(whole), "replicated meta tensors": _sums(replicated)}
-    others = ranks.group.agreed((facts, sums, loop.seed))
-    error = _difference(others)
-    if error is not None:
-        ranks.group.is_agreed = True
-        raise ValueError(error)
-    return int(others[0][2])
-
-
-def _difference(others: Sequence[Any]) -> str | None:
-    """What differs among the ranks, if something does."""
-    for rank, (other, other_sums, _) in enumerate(others):
-        for name, value in others[0][0].items():
-            if other[name] != value:
-                return (
-                    f"all ranks must run the same loop with `parallel`: {name} differ: {value} on rank 0, "
-                    f"{other[name]} on rank {rank}"
-                )
-        for name, value in others[0][1].items():
-            if not torch.allclose(
-                torch.tensor(value), torch.tensor(other_sums[name]), rtol=1e-9, atol=0, equal_nan=True
-            ):
-                return (
-                    f"the {name} must be the same on all ranks with `parallel`, got others on rank {rank} than on "
-                    "rank 0: seed all ranks alike, or send those of rank 0 by torch.distributed.broadcast; meta "
-                    "tensors of one rank alone belong into `own`"
-                )
-    return None
-
-
-def _settings_of(adjoint: Adjoint) -> str:
-    """Its name and its settings that can be compared; a folder may differ."""
-    names: list[str] = [one.name for one in fields(cast("Any", adjoint))] if is_dataclass(adjoint) else []
-    held = {name: getattr(adjoint, name) for name in names if name != "store"}
-    plain = [
-        f"{name}={value!r}" for name, value in held.items() if isinstance(value, (bool, int, float, str))
-    ]
-    return f"{type(adjoint).__name__}({', '.join(plain)})"
-
-
-def _sums(tensors: Sequence[Tensor]) -> list[float]:
-    """What differs where tensors do; nothing inside of transforms, which hide the values."""
-    if transforms_are_active() or not tensors:
-        return []
-    with torch.no_grad():
-        parts = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
-        sums = [
-            (part.sum(dtype=torch.float64), torch.linalg.vector_norm(part, dtype=torch.float64))
-            for part in parts
-        ]
-        return torch.stack([one.cpu() for pair in sums for one in pair]).tolist()
