@@ -123,8 +123,8 @@ def train(run: Run, args: argparse.Namespace) -> Found:
     start, state = time.thread_time(), None
     for _ in range(args.steps // args.unroll):
         result = steps(model, state)
-        todist.stop_gradient((result.params, result.state))
-        model, state = result.params.requires_grad_(), result.state
+        todist.stop_gradient(result.params)
+        model, state = result.params, todist.pytree.map_tensors(Tensor.detach, result.state)
     milliseconds = 1000 * (time.thread_time() - start) / args.steps
     with torch.no_grad():
         accuracy = (model(data.test.x).argmax(-1) == data.test.y).double().mean().item()

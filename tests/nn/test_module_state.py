@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchopt_dist as todist
 from torchopt_dist import module_detach_
 from torchopt_dist.nn import (
     ModuleState,
@@ -240,6 +241,25 @@ def test_a_tree_is_cut_off_in_place():
     assert module_detach_(tree) is tree
     assert moved.is_leaf
     assert [t.requires_grad for t in (leaf, moved, tree[3])] == [True, True, False]
+
+
+def test_modules_snapshots_and_optimizers_in_a_tree_are_cut_off():
+    net, other = Net(), Net()
+    inner = todist.MetaSGD(net, lr=torch.tensor(0.1, requires_grad=True), momentum=0.9)
+    inner.step(net.first(torch.ones(1, 2)).sum())
+    one_step(other)
+    snapshot = extract_state_dict(other)
+    moved = 2 * net.first.weight
+    stop_gradient({"net": net, "rest": (inner, [moved, snapshot], 1.0)})
+    assert net.first.weight.is_leaf
+    assert moved.is_leaf
+    assert snapshot.params[1]["weight"].is_leaf
+    assert not other.first.weight.is_leaf
+    assert all(
+        leaf.is_leaf
+        for leaf in todist.pytree.flatten(inner.get_states())[0]
+        if isinstance(leaf, torch.Tensor)
+    )
 
 
 def test_bad_input_is_refused():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, overload, runtime_checkable
 
+import optree
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -213,7 +214,7 @@ def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) ->
 
     Args:
         target: a module, a ``MetaOptimizer`` or ``FuncOptimizer`` (its states), a :class:`ModuleState`, or
-            a tree of tensors.
+            a tree of tensors, in which there may be some of these, too.
 
     Raises:
         TypeError: ``target`` is none of these.
@@ -233,7 +234,11 @@ def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) ->
         target.set_states([pytree.map_tensors(detached, state) for state in target.get_states()])
     else:
         _check_tree(target)
-        pytree.map_tensors(_detach_in_place, target)
+        for leaf in optree.tree_leaves(cast("Any", target), is_leaf=_is_whole, none_is_leaf=True):
+            if isinstance(leaf, Tensor):
+                _detach_in_place(leaf)
+            elif _is_whole(leaf):
+                stop_gradient(leaf)
 
 
 def _taken(
@@ -280,6 +285,10 @@ def _detachments(held: Sequence[TensorContainer]) -> dict[int, Tensor]:
 def _detach_in_place(tensor: Tensor) -> None:
     if has_history(tensor):
         detach_(tensor)
+
+
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, (nn.Module, ModuleState, StateHolder))
 
 
 def _check_tree(target: Any) -> None:
