@@ -150,3 +150,70 @@ def test_help_lists_every_option(function: Callable[..., Any]) -> None:
     text = inspect.getdoc(function) or ""
     for option in ("partitioner", "reducer", "timeout", *CallKwargs.__annotations__):
         assert f"\n    {option}: " in text, option
+
+
+def test_rank_zero_only_above_the_function_that_connects_all_ranks_is_an_error_on_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = todist.rank_zero_only(todist.auto_init_rpc()(lambda: 3))
+    assert main() == 3  # one process waits for nobody
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(TypeError, match=r"write `@rank_zero_only`.*below `@auto_init_rpc"):
+            main()
+
+
+def test_rates_that_are_not_called_are_told() -> None:
+    rates = todist.learned(NET, lr=0.1)
+    with pytest.raises(TypeError, match=r"are called without arguments.*\*\*hyperparameters\(\)"):
+        todist.inner_loop(lambda net: net(torch.ones(2)).sum(), todist.sgd(lr=rates), NET, 1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        (1.0, 'numbers must be a dictionary from names to numbers, got float 1.0: write `write(step, {"loss'),
+        ({"train": {"loss": 1.0}}, "numbers['train'] must be a number, got dict"),
+        ({"a": torch.ones(3)}, "numbers['a'] must be one number, got a tensor of shape (3,)"),
+    ],
+)
+def test_a_wrong_number_of_a_curve_is_named_also_without_a_folder(numbers: Any, text: str) -> None:
+    with todist.scalar_writer(None) as write, pytest.raises((TypeError, ValueError)) as caught:
+        write(0, numbers)
+    assert text in str(caught.value)
+
+
+def test_running_statistics_that_stay_in_the_module_of_an_inner_loop_are_told() -> None:
+    def task(net: torch.nn.Module, x: torch.Tensor, back: bool) -> torch.Tensor:
+        adapted = todist.inner_loop(lambda net: net(x).square().mean(), todist.sgd(lr=0.1), net, 3).params
+        if back:
+            for own, new in zip(net.buffers(), adapted.buffers(), strict=True):
+                own.copy_(new)
+        return adapted(x).square().mean()
+
+    @todist.auto_init_rpc()
+    def main() -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        spread = todist.parallelize(todist.tasks, todist.mean_reducer, buffers="mean")(task)
+        x = 5 + torch.randn(2, 8, 2)
+        with pytest.warns(UserWarning, match=r"found none that the tasks have changed.*own.copy_"):
+            spread(net, x, False)
+        spread(net, x, True)
+        assert int(net.get_buffer("1.num_batches_tracked")) == 3
+        spread(net.eval(), x, False)  # nothing is to change, and nothing is said
+
+    main()
+
+
+@pytest.mark.parametrize(
+    "adjoint", [todist.SAMA(), todist.FiniteDifference(), todist.EvolutionStrategies(2, 0.1)]
+)
+def test_a_second_derivative_of_an_estimate_is_refused_where_one_asks_for_it_alone(adjoint: Any) -> None:
+    w, p = (torch.tensor([value], requires_grad=True) for value in (1.0, 2.0))
+    adapted = todist.inner_loop(
+        lambda p: (w * (p - 3) ** 2).sum(), todist.sgd(lr=0.1), p, 3, meta=w, adjoint=adjoint
+    )
+    (grad,) = torch.autograd.grad((adapted.params**2).sum(), w, create_graph=True)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated itself"):
+        torch.autograd.grad(grad.sum(), w, allow_unused=True)

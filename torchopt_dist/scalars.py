@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from torchopt_dist.distributed.world import get_rank
@@ -68,8 +69,23 @@ class scalar_writer:  # noqa: N801 - what users call, in a `with` statement or a
             numbers: the numbers by name.
 
         Raises:
-            ValueError: the writer is closed.
+            TypeError: ``numbers`` is no dictionary, or has something else than numbers.
+            ValueError: the writer is closed, or a tensor has more than one element.
         """
+        if not isinstance(numbers, Mapping):
+            raise TypeError(
+                f"numbers must be a dictionary from names to numbers, got {type(numbers).__name__} {numbers!r:.80}: "
+                'write `write(step, {"loss": loss})`'
+            )
+        for name, number in numbers.items():
+            if not isinstance(number, (int, float, Tensor, np.number)):
+                raise TypeError(
+                    f"numbers[{name!r}] must be a number, got {type(number).__name__} {number!r:.80}"
+                )
+            if isinstance(number, Tensor) and number.numel() != 1:
+                raise ValueError(
+                    f"numbers[{name!r}] must be one number, got a tensor of shape {tuple(number.shape)}"
+                )
         if self._writer is None:
             return
         if not self._close.alive:

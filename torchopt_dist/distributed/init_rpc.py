@@ -23,7 +23,7 @@ from torchopt_dist.distributed.rendezvous import store
 from torchopt_dist.distributed.rendezvous.environment import torchrun_variables
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.distributed.transport.choice import check_name
-from torchopt_dist.distributed.world import default_worker_name_format
+from torchopt_dist.distributed.world import CONNECTS, default_worker_name_format
 from torchopt_dist.errors import InitializationError
 
 __all__ = ["auto_init_rpc"]
@@ -139,6 +139,7 @@ def auto_init_rpc(
                     log.info("this process replaces a lost worker, and there is nothing to do: %s", ended)
                     raise SystemExit(0) from None
 
+        vars(wrapped)[CONNECTS] = True
         return wrapped
 
     return decorator

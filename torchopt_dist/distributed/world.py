@@ -33,6 +33,8 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+CONNECTS = "_todist_connects"
+"""The attribute of a function that ``auto_init_rpc`` decorates, and of what decorates that in turn."""
 _NOT_GIVEN: Any = object()
 
 
@@ -155,6 +157,11 @@ def _only_where(runs_here: Callable[[str], bool], func: Callable[P, T]) -> Calla
 
     @functools.wraps(func)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        if hasattr(func, CONNECTS) and find_group() is None and get_world_size() > 1:
+            raise TypeError(
+                f"`{func.__qualname__}` must run on all ranks, which `auto_init_rpc` connects: write "
+                "`@rank_zero_only`, and decorators like it, below `@auto_init_rpc(...)`"
+            )
         return func(*args, **kwargs) if runs_here(func.__qualname__) else None
 
     return wrapped

@@ -29,13 +29,21 @@ class LearnedHyperparameters(nn.Module):
         for key, logarithm in logarithms.items():
             self.register_parameter(key, nn.Parameter(logarithm))
 
-    def forward(self) -> dict[str, dict[str, Tensor]]:
+    def forward(self, *given: Any) -> dict[str, dict[str, Tensor]]:
         """The values, to be passed on to an optimizer as ``**hyperparameters()``.
+
+        Raises:
+            TypeError: it is called with arguments, as by an optimizer that takes it for a schedule.
 
         Returns:
             ``"lr"`` and ``"weight_decay"``, those that are learned → the name of each trainable parameter of the model
             → its value, above 0 and connected to ``parameters()``.
         """
+        if given:
+            raise TypeError(
+                "learned hyper-parameters are called without arguments, and give an optimizer all its values at once: "
+                "write `todist.sgd(**hyperparameters())`"
+            )
         values = {key: logarithm.exp() for key, logarithm in self.named_parameters()}
         return {
             hyperparameter: {name: values[key] for name, key in keys.items()}

@@ -210,7 +210,7 @@ class _Estimate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
-        _ = ctx.saved_tensors  # an error of torch's where one was overwritten
+        saved = ctx.saved_tensors  # an error of torch's where one was overwritten
         weights = tuple(
             None if grad is None else Values(grad.detach(), one.dims)
             for one, grad in zip(ctx.made, grads, strict=True)
@@ -243,7 +243,7 @@ class _Estimate(torch.autograd.Function):
             if ranks is not None:  # the gradient of a rank's own tensor is taken for that of its own loss
                 found = [one * ranks.size if place in ranks.own else one for place, one in enumerate(found)]
         nothing = (None,) * (5 + len(ctx.made))
-        return (*nothing, *without_second_order(pairs.what, found))
+        return (*nothing, *without_second_order(pairs.what, found, saved))
 
 
 def _of_values(found: Tensor, held: Values, around: Samples) -> Tensor:

@@ -236,4 +236,4 @@ class _Differences(torch.autograd.Function):
         directions = tuple([v.detach() if v.requires_grad else v for v in directions])
         with loop.failing():
             found = between.gradients(directions, given, loop)
-        return None, None, *without_second_order(between.what, found)
+        return None, None, *without_second_order(between.what, found, saved)

@@ -14,12 +14,15 @@ from torchopt_dist._types import OptionalTensor
 __all__ = ["without_second_order"]
 
 
-def without_second_order(what: str, grads: Sequence[OptionalTensor]) -> tuple[OptionalTensor, ...]:
+def without_second_order(
+    what: str, grads: Sequence[OptionalTensor], inputs: Sequence[Tensor]
+) -> tuple[OptionalTensor, ...]:
     """Give gradients a history that raises an error in a backward pass, where a graph is recorded.
 
     Args:
         what: the name of the adjoint, for the error.
         grads: the gradients that a backward pass has found.
+        inputs: what they are functions of.
 
     Returns:
         The same values; inside ``torch.func``'s transforms, which only `Reptile` takes, as they are.
@@ -27,7 +30,8 @@ def without_second_order(what: str, grads: Sequence[OptionalTensor]) -> tuple[Op
     if not torch.is_grad_enabled() or transforms_are_active():
         return tuple(grads)
     there = [grad.detach().requires_grad_() for grad in grads if grad is not None]
-    made = iter(_Refused.apply(what, *there) if there else ())
+    of = [tensor for tensor in inputs if tensor.requires_grad]
+    made = iter(_Refused.apply(what, len(there), *there, *of) if there else ())
     return tuple(None if grad is None else next(made) for grad in grads)
 
 
@@ -35,9 +39,9 @@ class _Refused(torch.autograd.Function):
     apply: ClassVar[Any]
 
     @staticmethod
-    def forward(ctx: Any, what: str, *grads: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, what: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.what = what
-        return tuple(grad.view_as(grad) for grad in grads)
+        return tuple(grad.view_as(grad) for grad in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *bars: OptionalTensor) -> Any:

@@ -75,4 +75,4 @@ class _Displacement(torch.autograd.Function):
         moved = tuple(
             (first - last).detach() for first, last in zip(tensors[:count], tensors[count:], strict=True)
         )
-        return (*without_second_order("Reptile", moved), *[None] * count)
+        return (*without_second_order("Reptile", moved, tensors), *[None] * count)

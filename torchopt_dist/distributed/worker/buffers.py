@@ -6,6 +6,7 @@ buffers, so what comes back does not depend on the number of workers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
@@ -102,8 +103,10 @@ def take(
     """Set the caller's buffers to what tasks have made of them; returns the function's values.
 
     A mean over the tasks is weighted by their sizes, and of integers it is the largest, element by element; ``"first"``
-    are those of the first task that was given the module. ``results`` are what :class:`Returning` has returned. Raises
-    :class:`ValueError` if a mean is wanted, and the tasks have made a buffer of different shapes.
+    are those of the first task that was given the module. ``results`` are what :class:`Returning` has returned.
+
+    Raises :class:`ValueError` if a mean is wanted, and the tasks have made a buffer of different shapes; warns if no
+    running statistic has changed.
     """
     found: dict[int, tuple[Place, list[Tensor], list[float]]] = {}
     changed: set[int] = set()
@@ -119,6 +122,15 @@ def take(
                 sizes.append(float(getattr(part, "size", 1)))
                 if place.key in made:
                     changed.add(key)
+    if not changed and any(
+        place.owner.training and place.name == "running_mean" for place, *_ in found.values()
+    ):
+        warnings.warn(
+            f"buffers={buffers!r} has found none that the tasks have changed, so running statistics stay as they are: "
+            "the module that `inner_loop` returns has buffers of its own, which a task copies by "
+            "`for own, new in zip(module.buffers(), adapted.buffers()): own.copy_(new)`",
+            stacklevel=2,
+        )
     for key in changed:
         place, values, sizes = found[key]
         value = values[0] if buffers == "first" else _mean(place, values, sizes)
