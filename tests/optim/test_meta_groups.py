@@ -114,7 +114,7 @@ def test_groups_go_on_in_copies_and_from_a_state_dict(kind):
             lambda net: todist.MetaOptimizer(net, todist.sgd(lr=0.1)),
             {"lr": 1.0},
             TypeError,
-            "`lr` must not be set for a group, .* todist.partition",
+            "`lr` must not be set for a group, .* todist.transform.partition",
         ),
         (
             lambda net: todist.differentiable(torch.optim.SGD, net, lr=0.1),
