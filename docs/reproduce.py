@@ -19,7 +19,7 @@ PAGE = pages.DOCS / "reproductions.md"
 ALIKE = 0.02
 """How far a number of two workers may be from that of one, as a part of it; or by one in its last digit."""
 MEASURED = re.compile(r"\b(ms|seconds?|minutes?|[KMG]i?B|memory|time|times)\b")
-"""In the heading of a column whose numbers differ from run to run."""
+"""In the heading of a column whose numbers differ from run to run, or in such a cell itself."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -54,7 +54,7 @@ def difference(one: str, two: str) -> float:
         elif not line:
             heading = [""]
         for title, cell, its in zip(heading, cells, others, strict=len(heading) > 1):
-            if MEASURED.search(title):
+            if MEASURED.search(title) or MEASURED.search(cell):
                 continue
             for a, b in zip(NUMBER.findall(cell), NUMBER.findall(its), strict=True):
                 x, y = (float(number.replace(",", "")) for number in (a, b))
