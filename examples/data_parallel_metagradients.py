@@ -11,9 +11,10 @@ four the mean weight of random sequences is 0.83, that of the others 1.33.
 There is one training, not one a task, so its batches are split: each rank has its part of the sequences, and their
 weights are its own. ``parallel=todist.DataParallel(own=weights)`` makes one loop of it, and ``Replayed(sharded=True)``
 has each rank keep its part of the history. The training is repeated on one, two and four ranks of this machine: the
-curves are the same, and a rank's peak is 4.2, 2.5 and 1.8 MiB. What is left is the parameters and a step's graph. Through
-500 steps (``--steps 500``) the curves are the same, too, and the peaks are 13.4, 7.8 and 4.9 MiB. There the loss falls
-from 1.63 to 1.54, but the weights hardly differ: by then the network knows all sequences by heart.
+curves are the same, and a rank's peak is 4.2, 2.5 and 1.8 MiB. What is left is the parameters and a step's graph.
+
+Through 500 steps (``--steps 500``) the curves are the same, too, and the peaks are 13.4, 7.8 and 4.9 MiB. There the loss
+falls from 1.63 to 1.54, but the weights hardly differ: by then the network knows all sequences by heart.
 """
 
 from __future__ import annotations
