@@ -13,7 +13,7 @@ weights are its own. ``parallel=todist.DataParallel(own=weights)`` makes one loo
 has each rank keep its part of the history. The training is repeated on one, two and four ranks of this machine: the
 curves are the same, and a rank's peak is 4.2, 2.5 and 1.8 MiB. What is left is the parameters and a step's graph.
 
-Through 500 steps (``--steps 500``) the curves are the same, too, and the peaks are 13.4, 7.8 and 4.9 MiB. There the loss
+Through 500 steps (``--steps 500``) the curves are the same, too; the peaks are 13.4, 7.8 and 4.9 MiB. There the loss
 falls from 1.63 to 1.54, but the weights hardly differ: by then the network knows all sequences by heart.
 """
 
