@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import time
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -15,11 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
-from torchopt_dist.diff.adjoints._rank_group import RankGroup
 
 EXAMPLES, INPUTS, BATCH, STEPS = 24, 5, 12, 8
 Numbers = list[Any]
@@ -420,88 +413,6 @@ def evolution_on_rank() -> dict[str, Numbers]:
     return evolution(dist.get_rank(), dist.get_world_size())
 
 
-def messages() -> dict[str, str]:
-    """What ranks are told that do not agree, or that ask for what cannot be."""
-    rank = dist.get_rank()
-    w = torch.ones(2, requires_grad=True)
-    x = torch.ones(2, requires_grad=True)
-    rate = torch.tensor(0.1, requires_grad=True)
-    parallel = todist.DataParallel()
-
-    def run(
-        start: Tensor = w, steps: int = 2, loss: Any = None, parallel: Any = parallel, **options: Any
-    ) -> Any:
-        loss = loss or (lambda w: ((w - x) ** 2).sum())
-        return todist.inner_loop(loss, todist.sgd(lr=0.1), start, steps, parallel=parallel, **options)
-
-    def alone(w: Tensor) -> Tensor:
-        if rank == 1:
-            raise KeyError("no such example")
-        return ((w - x) ** 2).sum()
-
-    asked: dict[str, Callable[[], Any]] = {
-        "steps": lambda: run(steps=2 + rank),
-        "settings": lambda: run(adjoint=todist.Replayed(snapshots=1 + rank)),
-        "one alone": lambda: run(loss=alone, meta=x),
-        "shapes": lambda: run(torch.ones(2 + rank, requires_grad=True), loss=lambda w: (w**2).sum()),
-        "values": lambda: run(torch.ones(2).add(rank).requires_grad_()),
-        "meta": lambda: run(meta=x.detach().add(rank).requires_grad_()),
-        "not in meta": lambda: run(parallel=todist.DataParallel(own=x)),
-        "in the optimizer": lambda: todist.inner_loop(
-            lambda w: (w**2).sum(),
-            todist.sgd(lr=rate),
-            w,
-            2,
-            meta=rate,
-            parallel=todist.DataParallel(own=rate),
-        ),
-        "compiled": lambda: run(compile=True),
-        "parts of a norm": lambda: todist.inner_loop(
-            lambda w: (w**2).sum(),
-            todist.chain(todist.transform.clip_grad_norm(0.1), todist.sgd(lr=0.1)),
-            w,
-            2,
-            parallel=todist.DataParallel(shard="state"),
-        ),
-        "parts by block": lambda: run(
-            parallel=todist.DataParallel(shard="state"), adjoint=todist.Replayed(blocks="auto")
-        ),
-        "parameters without blocks": lambda: run(parallel=todist.DataParallel(shard="parameters")),
-        "outside of its block": lambda: todist.inner_loop(
-            lambda model: model(torch.ones(1, 2)).sum() + (model[0].weight ** 2).sum(),
-            todist.sgd(lr=0.1),
-            nn.Sequential(*(nn.Linear(2, 2) for _ in range(2))).apply(_of_ones),
-            1,
-            adjoint=todist.Replayed(blocks="auto"),
-            parallel=todist.DataParallel(shard="parameters"),
-        ),
-        "diagnosed parts": lambda: run(parallel=todist.DataParallel(shard="state"), diagnose=True),
-        "parts of products": lambda: run(parallel=todist.DataParallel(shard="state"), adjoint=todist.SAMA()),
-        "shard": lambda: todist.DataParallel(shard="all"),  # type: ignore[arg-type]
-        "group": lambda: todist.DataParallel("gloo"),
-        "type": lambda: run(parallel="gloo"),
-        "wrapped": lambda: todist.inner_loop(
-            lambda model: model(torch.ones(1, 2)).sum(),
-            todist.sgd(lr=0.1),
-            nn.parallel.DistributedDataParallel(nn.Linear(2, 1)),
-            1,
-        ),
-    }
-    found = {}
-    for name, ask in asked.items():
-        try:
-            ask()
-        except (TypeError, ValueError, KeyError, todist.errors.CollectiveError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        dist.barrier()
-    return found
-
-
-def _of_ones(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.data.fill_(1.0)
-
-
 class Noisy(nn.Module):
     """A network with dropout and batch normalization."""
 
@@ -575,30 +486,7 @@ def transposes() -> dict[str, Any]:
     return {"factor": factor, **{name: tensor.tolist() for name, tensor in found.items()}}
 
 
-def dies(when: str) -> None:
-    """Rank 1 dies in the loop, or in the backward pass."""
-    x = torch.ones(2, requires_grad=True)
-    calls = [0]
-
-    def loss(w: Tensor) -> Tensor:
-        calls[0] += 1
-        if dist.get_rank() == 1 and calls[0] == (3 if when == "forward" else 7):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return ((w - x) ** 4).sum()
-
-    made = todist.inner_loop(
-        loss,
-        todist.sgd(lr=0.01),
-        torch.zeros(2, requires_grad=True),
-        5,
-        meta=x,
-        adjoint=todist.Replayed(snapshots=1),
-        parallel=todist.DataParallel(),
-    )
-    torch.autograd.grad(made.params.sum(), x)
-
-
-def _steps(loss: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Any:
+def steps_of(loss: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Any:
     options = {"adjoint": todist.Replayed(snapshots=1), "steps": 4, **options}
     return todist.inner_loop(
         lambda w, _: loss(w),
@@ -608,69 +496,6 @@ def _steps(loss: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Any:
         meta=x,
         **options,
     )
-
-
-class _OnlyBackward(torch.autograd.Function):
-    """The square, with two derivatives by reverse mode alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The square."""
-        ctx.save_for_backward(x)
-        return x**2
-
-    @staticmethod
-    def backward(ctx: Any, bar: Tensor) -> Tensor:
-        """Twice the number."""
-        (x,) = ctx.saved_tensors
-        return 2 * x * bar
-
-
-def alone_in_something() -> dict[str, Any]:
-    """One rank alone stops, has no forward mode, or raises an error in the backward pass; and what comes after it."""
-    warnings.simplefilter("ignore")
-    rank = dist.get_rank()
-    x = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True)
-    parallel = todist.DataParallel()
-    found: dict[str, Any] = {}
-
-    made = _steps(
-        lambda w: ((w - x) ** 2).sum(), x, parallel=parallel, stop=lambda number, _: number == 1 + 9 * rank
-    )
-    found["losses"] = made.losses.tolist()
-
-    def by_parts(w: Tensor, first: bool) -> Tensor:
-        if first:
-            return ((w - x) ** 2).sum() ** 2
-        inner = w - x
-        return (_OnlyBackward.apply(inner) if dist.is_initialized() else inner**2).sum() * x.sum()  # type: ignore[no-untyped-call]
-
-    made = _steps(
-        lambda w: by_parts(w, rank == 0),
-        x,
-        parallel=parallel,
-        adjoint=todist.Replayed(snapshots=1, sweep="forward"),
-    )
-    found["no forward mode"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
-    made = _steps(lambda w: (by_parts(w, True) + by_parts(w, False)) / 2, x, adjoint=todist.Recorded())
-    found["both parts"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
-
-    calls = [0]
-
-    def fails(w: Tensor) -> Tensor:
-        calls[0] += 1
-        if rank == 1 and calls[0] == 6:
-            raise KeyError("in the backward pass")
-        return ((w - x) ** 4).sum()
-
-    made = _steps(fails, x, parallel=parallel)
-    try:
-        torch.autograd.grad(made.params.sum(), x)
-    except (KeyError, todist.errors.CollectiveError) as error:
-        found["error"] = f"{type(error).__name__}: {error}"
-    made = _steps(lambda w: ((w - x) ** 2).sum(), x, parallel=parallel)
-    found["after"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
-    return found
 
 
 def groups_and_optimizers() -> dict[str, Any]:
@@ -686,11 +511,11 @@ def groups_and_optimizers() -> dict[str, Any]:
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     found: dict[str, Any] = {"task": task}
     for name, group in (("mesh", mesh["data"]), ("group", pair)):
-        made = _steps(
+        made = steps_of(
             loss, x, parallel=todist.DataParallel(group), adjoint=todist.Replayed(check=True, sharded=True)
         )
         found[name] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
-    made = _steps(lambda w: ((w - x * (1 + task)) ** 2).sum() * 1.5, x)
+    made = steps_of(lambda w: ((w - x * (1 + task)) ** 2).sum() * 1.5, x)
     found["wanted"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
     try:
         todist.DataParallel(mesh)
@@ -729,146 +554,3 @@ def groups_and_optimizers() -> dict[str, Any]:
             outer = (made.params(inputs) ** 2).mean()
         found[name] = torch.autograd.grad(outer, scale)[0].tolist()
     return found
-
-
-def is_stopped() -> str:
-    """Rank 1 is stopped in its loss; rank 0 is told so, and lets it go on. Who has started them is more patient."""
-    os.environ["TODIST_LIVENESS"] = "interval=0.2,patience=1"
-    rank = dist.get_rank()
-    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
-    pids: list[Any] = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    calls = [0]
-
-    def loss(w: Tensor) -> Tensor:
-        calls[0] += 1
-        if rank == 1 and calls[0] == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return ((w - x) ** 2).sum()
-
-    try:
-        _steps(loss, x, parallel=todist.DataParallel())
-    except todist.errors.CollectiveError as error:
-        os.kill(pids[1], signal.SIGCONT)
-        return str(error)
-    return "no error"
-
-
-def _held() -> int:
-    """Bytes of all tensors that there are, once that stays the same: Gloo's threads let go of messages a bit later."""
-    found = [-1, -2]
-    while len({*found[-3:]}) > 1:
-        time.sleep(0.02)
-        gc.collect()
-        tensors = [one for one in gc.get_objects() if isinstance(one, Tensor)]
-        sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-        found.append(sum(sizes.values()))
-    return found[-1]
-
-
-def _count(name: str, times: float, sent: list[float]) -> None:
-    """Count what calls of a method of the ranks' group send from now on."""
-    method = getattr(RankGroup, name)
-
-    def counted(group: Any, first: Any, *rest: Any) -> Any:
-        tensors = first if isinstance(first, list) else [first]
-        sent[0] += times * sum(one.numel() * one.element_size() for one in tensors)
-        return method(group, first, *rest)
-
-    setattr(RankGroup, name, counted)
-
-
-def history() -> dict[str, tuple[int, float, float]]:
-    """Bytes that a rank keeps of a loop beside its result; of the parameters', those that it sends a step."""
-    model = nn.Sequential(nn.Linear(60, 500), nn.Tanh(), nn.Linear(500, 1))
-    for parameter in model.parameters():
-        parameter.data.fill_(0.01)
-    of_parameters = sum(one.numel() * one.element_size() for one in model.parameters())
-    x = torch.ones(4, 60)
-    scale = torch.ones((), requires_grad=True)
-    sent, size = [0.0], dist.get_world_size()
-    share = (size - 1) / size  # of a ring
-    for name, times in (("all_reduce", 2 * share), ("all_gather", share), ("reduce_scatter", size * share)):
-        _count(name, times, sent)
-    found = {}
-    for name, shard, adjoint in (
-        ("whole", None, todist.Replayed()),
-        ("sharded", None, todist.Replayed(sharded=True)),
-        ("state", "state", todist.Replayed()),
-        ("parameters", "parameters", todist.Replayed(blocks="auto")),
-    ):
-
-        def adapted(adjoint: Any = adjoint, shard: Any = shard) -> Any:
-            return todist.inner_loop(
-                lambda m: (m(x * scale) ** 2).mean(),
-                todist.adam(lr=0.01),
-                model,
-                16,
-                meta=scale,
-                adjoint=adjoint,
-                parallel=todist.DataParallel(shard=shard),
-            )
-
-        begin = sent[0]
-        made = adapted()
-        forward = sent[0]
-        torch.autograd.grad((made.params(x) ** 2).mean(), scale)
-        backward = sent[0]
-        made = adapted()
-        results = [*made.params.parameters(), *todist.pytree.flatten(made.state)[0]]
-        of_results = sum(one.numel() * one.element_size() for one in results if isinstance(one, Tensor))
-        before = _held()
-        del made, results
-        steps = 16 * of_parameters
-        found[name] = (before - _held() - of_results, (forward - begin) / steps, (backward - forward) / steps)
-    return found
-
-
-class _Live(TorchDispatchMode):
-    """The most bytes that the results of operations have had at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most, self._held = 0, dict[int, tuple[StorageWeakRef, int]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self._held = {name: one for name, one in self._held.items() if not one[0].expired()}
-        for leaf in todist.pytree.flatten(made)[0]:
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self._held.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.most = max(self.most, sum(size for _, size in self._held.values()))
-        return made
-
-
-def peaks() -> dict[str, tuple[float, float]]:
-    """The most that a rank has at a time in a loop, and in its backward pass, in parameters of sixteen blocks."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
-    of_parameters = sum(one.numel() * one.element_size() for one in model.parameters())
-    scale = torch.ones((), requires_grad=True)
-    x = torch.ones(2, 64)
-    found = {}
-    for name, shard in (("whole", None), ("parameters", "parameters")):
-        with _Live() as forward:
-            made = todist.inner_loop(
-                lambda m: (m(x * scale) ** 2).mean(),
-                todist.adam(lr=0.01),
-                model,
-                2,
-                meta=scale,
-                adjoint=todist.Replayed(blocks="auto", snapshots=1),
-                parallel=todist.DataParallel(shard=shard),  # type: ignore[arg-type]
-            )
-        value = (made.params(x) ** 2).mean()
-        with _Live() as backward:
-            torch.autograd.grad(value, scale)
-        found[name] = (forward.most / of_parameters, backward.most / of_parameters)
-        del made, value
-    return found
-
-
-def history_and_peaks() -> tuple[Any, Any]:
-    """Both."""
-    return peaks(), history()

@@ -11,6 +11,8 @@ import torch
 
 import torchopt_dist as todist
 from tests.diff import data_parallel_cases as cases
+from tests.diff import data_parallel_faults as faults
+from tests.diff import data_parallel_memory as memory
 
 
 @cache
@@ -88,7 +90,7 @@ MESSAGES = {
 
 
 def test_ranks_that_disagree_are_told_so() -> None:
-    made = todist.launch(cases.messages, nproc_per_host=2, backend="gloo")
+    made = todist.launch(faults.messages, nproc_per_host=2, backend="gloo")
     for rank in range(2):
         assert made.rank(rank).keys() == MESSAGES.keys()
         for name, text in MESSAGES.items():
@@ -98,7 +100,7 @@ def test_ranks_that_disagree_are_told_so() -> None:
 
 
 def test_what_one_rank_does_alone() -> None:
-    made = todist.launch(cases.alone_in_something, nproc_per_host=2, backend="gloo")
+    made = todist.launch(faults.alone_in_something, nproc_per_host=2, backend="gloo")
     one, other = made.rank(0), made.rank(1)
     assert len(one["losses"]) == 2  # one rank's `stop` ends the loop of all
     assert one["losses"] == other["losses"]
@@ -125,7 +127,7 @@ def test_meshes_groups_optimizers_and_autocast() -> None:
 
 
 def test_a_rank_that_is_stopped_is_an_error_within_the_patience() -> None:
-    made = todist.launch(cases.is_stopped, nproc_per_host=2, backend="gloo")
+    made = todist.launch(faults.is_stopped, nproc_per_host=2, backend="gloo")
     assert "rank 1 has given no sign of life for 1 s" in made.rank(0)
     assert "a message among the 2 ranks" in made.rank(1)
 
@@ -159,7 +161,7 @@ def test_mean_over_and_vary_over_have_every_derivative() -> None:
 
 
 def test_each_rank_keeps_its_part_and_sends_what_the_closed_form_says() -> None:
-    made = todist.launch(cases.history_and_peaks, nproc_per_host=4, backend="gloo")
+    made = todist.launch(memory.history_and_peaks, nproc_per_host=4, backend="gloo")
     share, steps = 3 / 4, 16
     closed = {
         "whole": 2 * share * (steps + 1) / steps,
@@ -185,7 +187,7 @@ def test_a_rank_that_dies_is_an_error_within_seconds(when: str) -> None:
     with pytest.raises(
         (todist.WorkerFailedError, todist.errors.CollectiveError), match=r"SIGKILL|ranks that run one loop"
     ):
-        todist.launch(cases.dies, (when,), nproc_per_host=2, backend="gloo")
+        todist.launch(faults.dies, (when,), nproc_per_host=2, backend="gloo")
     assert time.monotonic() - begun < 60
 
 

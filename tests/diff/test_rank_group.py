@@ -54,13 +54,13 @@ def test_a_collective_that_is_queued_on_a_gpu_ends_with_an_error() -> None:
     signs = Signs(dist.HashStore(), 0, 2, QUICK)
     group = WatchedGroup(0, 2, 0, {"cuda": nccl, "cpu": nccl}, signs.check)
     ranks = RankGroup(group, signs)
-    flat = SimpleNamespace(is_cuda=True)
+    flat: Any = SimpleNamespace(is_cuda=True)
     signs.watch(group.fail)
     with (
         pytest.raises(todist.errors.CollectiveError, match="rank 1 has given no sign of life"),
         ranks.failing(),
     ):
-        ranks.all_reduce(flat)  # type: ignore[arg-type]  # it is queued, and the loop goes on
+        ranks.all_reduce(flat)  # it is queued, and the loop goes on
     assert waited_for(aborted.is_set)
     assert not ranks.is_open
     with pytest.raises(todist.errors.CollectiveError, match="was closed after an error"):

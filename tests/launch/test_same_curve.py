@@ -46,8 +46,7 @@ def test_srun(slurm, warm_executable):
 @NEEDS_SLURM
 def test_submitit(slurm, warm_executable):
     found = importlib.util.find_spec("submitit")
-    if found is None:
-        pytest.skip("there is no submitit")
+    assert found is not None, "submitit is one of the packages for tests"
     folder = slurm.folder / "submitit"
     path = os.pathsep.join(
         map(str, (ROOT, TRAIN.parent, os.path.dirname(found.submodule_search_locations[0])))
@@ -56,10 +55,13 @@ def test_submitit(slurm, warm_executable):
     assert curve(told, 2) == expected()
 
 
-@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpiexec.hydra"])
+PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich"}
+
+
+@pytest.mark.parametrize("mpirun", PACKAGES)
 def test_mpirun(mpirun, warm_executable):
     if shutil.which(mpirun) is None:
-        pytest.skip(f"there is no {mpirun}")
+        pytest.skip(f"needs {mpirun}, of the system package {PACKAGES[mpirun]}")
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     more = ["--oversubscribe"] if mpirun == "mpirun.openmpi" else []
     env = {**os.environ, **allowed, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,207 @@
+"""What goes wrong on one rank of a loop → the errors on all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchopt_dist as todist
+from tests.diff.data_parallel_cases import steps_of
+
+
+def _of_ones(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.fill_(1.0)
+
+
+def messages() -> dict[str, str]:
+    """What ranks are told that do not agree, or that ask for what cannot be."""
+    rank = dist.get_rank()
+    w = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, requires_grad=True)
+    rate = torch.tensor(0.1, requires_grad=True)
+    parallel = todist.DataParallel()
+
+    def run(
+        start: Tensor = w, steps: int = 2, loss: Any = None, parallel: Any = parallel, **options: Any
+    ) -> Any:
+        loss = loss or (lambda w: ((w - x) ** 2).sum())
+        return todist.inner_loop(loss, todist.sgd(lr=0.1), start, steps, parallel=parallel, **options)
+
+    def alone(w: Tensor) -> Tensor:
+        if rank == 1:
+            raise KeyError("no such example")
+        return ((w - x) ** 2).sum()
+
+    asked: dict[str, Callable[[], Any]] = {
+        "steps": lambda: run(steps=2 + rank),
+        "settings": lambda: run(adjoint=todist.Replayed(snapshots=1 + rank)),
+        "one alone": lambda: run(loss=alone, meta=x),
+        "shapes": lambda: run(torch.ones(2 + rank, requires_grad=True), loss=lambda w: (w**2).sum()),
+        "values": lambda: run(torch.ones(2).add(rank).requires_grad_()),
+        "meta": lambda: run(meta=x.detach().add(rank).requires_grad_()),
+        "not in meta": lambda: run(parallel=todist.DataParallel(own=x)),
+        "in the optimizer": lambda: todist.inner_loop(
+            lambda w: (w**2).sum(),
+            todist.sgd(lr=rate),
+            w,
+            2,
+            meta=rate,
+            parallel=todist.DataParallel(own=rate),
+        ),
+        "compiled": lambda: run(compile=True),
+        "parts of a norm": lambda: todist.inner_loop(
+            lambda w: (w**2).sum(),
+            todist.chain(todist.transform.clip_grad_norm(0.1), todist.sgd(lr=0.1)),
+            w,
+            2,
+            parallel=todist.DataParallel(shard="state"),
+        ),
+        "parts by block": lambda: run(
+            parallel=todist.DataParallel(shard="state"), adjoint=todist.Replayed(blocks="auto")
+        ),
+        "parameters without blocks": lambda: run(parallel=todist.DataParallel(shard="parameters")),
+        "outside of its block": lambda: todist.inner_loop(
+            lambda model: model(torch.ones(1, 2)).sum() + (model[0].weight ** 2).sum(),
+            todist.sgd(lr=0.1),
+            nn.Sequential(*(nn.Linear(2, 2) for _ in range(2))).apply(_of_ones),
+            1,
+            adjoint=todist.Replayed(blocks="auto"),
+            parallel=todist.DataParallel(shard="parameters"),
+        ),
+        "diagnosed parts": lambda: run(parallel=todist.DataParallel(shard="state"), diagnose=True),
+        "parts of products": lambda: run(parallel=todist.DataParallel(shard="state"), adjoint=todist.SAMA()),
+        "shard": lambda: todist.DataParallel(shard="all"),  # type: ignore[arg-type]
+        "group": lambda: todist.DataParallel("gloo"),
+        "type": lambda: run(parallel="gloo"),
+        "wrapped": lambda: todist.inner_loop(
+            lambda model: model(torch.ones(1, 2)).sum(),
+            todist.sgd(lr=0.1),
+            nn.parallel.DistributedDataParallel(nn.Linear(2, 1)),
+            1,
+        ),
+    }
+    found = {}
+    for name, ask in asked.items():
+        try:
+            ask()
+        except (TypeError, ValueError, KeyError, todist.errors.CollectiveError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return found
+
+
+def dies(when: str) -> None:
+    """Rank 1 dies in the loop, or in the backward pass."""
+    x = torch.ones(2, requires_grad=True)
+    calls = [0]
+
+    def loss(w: Tensor) -> Tensor:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] == (3 if when == "forward" else 7):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ((w - x) ** 4).sum()
+
+    made = todist.inner_loop(
+        loss,
+        todist.sgd(lr=0.01),
+        torch.zeros(2, requires_grad=True),
+        5,
+        meta=x,
+        adjoint=todist.Replayed(snapshots=1),
+        parallel=todist.DataParallel(),
+    )
+    torch.autograd.grad(made.params.sum(), x)
+
+
+class _OnlyBackward(torch.autograd.Function):
+    """The square, with two derivatives by reverse mode alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The square."""
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, bar: Tensor) -> Tensor:
+        """Twice the number."""
+        (x,) = ctx.saved_tensors
+        return 2 * x * bar
+
+
+def alone_in_something() -> dict[str, Any]:
+    """One rank alone stops, has no forward mode, or raises an error in the backward pass; and what comes after it."""
+    warnings.simplefilter("ignore")
+    rank = dist.get_rank()
+    x = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True)
+    parallel = todist.DataParallel()
+    found: dict[str, Any] = {}
+
+    made = steps_of(
+        lambda w: ((w - x) ** 2).sum(), x, parallel=parallel, stop=lambda number, _: number == 1 + 9 * rank
+    )
+    found["losses"] = made.losses.tolist()
+
+    def by_parts(w: Tensor, first: bool) -> Tensor:
+        if first:
+            return ((w - x) ** 2).sum() ** 2
+        inner = w - x
+        return (_OnlyBackward.apply(inner) if dist.is_initialized() else inner**2).sum() * x.sum()  # type: ignore[no-untyped-call]
+
+    made = steps_of(
+        lambda w: by_parts(w, rank == 0),
+        x,
+        parallel=parallel,
+        adjoint=todist.Replayed(snapshots=1, sweep="forward"),
+    )
+    found["no forward mode"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
+    made = steps_of(lambda w: (by_parts(w, True) + by_parts(w, False)) / 2, x, adjoint=todist.Recorded())
+    found["both parts"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
+
+    calls = [0]
+
+    def fails(w: Tensor) -> Tensor:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 6:
+            raise KeyError("in the backward pass")
+        return ((w - x) ** 4).sum()
+
+    made = steps_of(fails, x, parallel=parallel)
+    try:
+        torch.autograd.grad(made.params.sum(), x)
+    except (KeyError, todist.errors.CollectiveError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    made = steps_of(lambda w: ((w - x) ** 2).sum(), x, parallel=parallel)
+    found["after"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
+    return found
+
+
+def is_stopped() -> str:
+    """Rank 1 is stopped in its loss; rank 0 is told so, and lets it go on. Who has started them is more patient."""
+    os.environ["TODIST_LIVENESS"] = "interval=0.2,patience=1"
+    rank = dist.get_rank()
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    calls = [0]
+
+    def loss(w: Tensor) -> Tensor:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return ((w - x) ** 2).sum()
+
+    try:
+        steps_of(loss, x, parallel=todist.DataParallel())
+    except todist.errors.CollectiveError as error:
+        os.kill(pids[1], signal.SIGCONT)
+        return str(error)
+    return "no error"
