@@ -250,13 +250,10 @@ class TensorDimensionPartitioner:
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Partition]:
         """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
-        parts = self.parts(args, kwargs, marked=True)
-        for part in parts:
-            part.row = None  # who has asked may change the arguments
-        return parts
+        return self.parts(args, kwargs, marked=True)
 
     def parts(self, args: Args, kwargs: KwArgs, *, marked: bool = False) -> list[Partition]:
-        """The same for a call; what ``replicated`` has marked stays so if it is to be ``marked``."""
+        """The same for a call; what ``replicated`` has marked stays so for who splits further."""
         ranks = ranks_of(self.workers)
         leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_leaf)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
@@ -268,7 +265,7 @@ class TensorDimensionPartitioner:
             self._check_whole((args, kwargs), others, size)
         if not marked:
             leaves = [leaf.value if isinstance(leaf, _Replicated) else leaf for leaf in leaves]
-        are_rows = self.exclusive and not self.keepdim
+        are_rows = self.exclusive and not self.keepdim and not marked
         rows, parts = Rows(leaves, splittable, self.dim, rebuild), []
         for worker, start, stop in ranges(size, ranks, self.balance, exclusive=self.exclusive):
             part = list(leaves)
