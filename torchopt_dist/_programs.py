@@ -14,6 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,15 +42,27 @@ class Program:
         function: a function of tensors, and of what is the same at each call or makes another program.
         name: what the warning calls it.
         constant: what names of guards begin with on what is the same at each call.
+        check: raises for a graph that must not become a program.
+        warns: whether a refusal is told; not where another program takes this one's place.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, constant: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        constant: Sequence[str] = (),
+        *,
+        check: Callable[[Any], None] | None = None,
+        warns: bool = True,
+    ) -> None:
         own = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
         )
         how = how_to_compile(tuple(constant))
+        if check is not None:
+            how["backend"] = _Checked(check, how["backend"])
         self._compiled = torch.compile(own, fullgraph=True, dynamic=False, **how)
-        self._name, self._is_refused, self._has_run = name, False, False
+        self._name, self._warns, self._is_refused, self.has_run = name, warns, False, False
 
     def __call__(self, *arguments: Any, otherwise: Callable[[], Any]) -> Any:
         """Run the program, which is compiled before if there is none for arguments like these.
@@ -61,7 +74,7 @@ class Program:
         if self._is_refused:
             return otherwise()
         begun = time.perf_counter()
-        if not self._has_run:
+        if not self.has_run:
             _tell(f"compiling {self._name}, which takes some 10 to 60 s at its first call")
         try:
             with tracing_gradients():
@@ -69,30 +82,46 @@ class Program:
         except Exception as error:
             made = otherwise()
             self._is_refused = True
-            warnings.warn(
-                f"{self._name} with compile=True runs as without it, since the compiler refuses it: "
-                f"{_first_line(error)}",
-                stacklevel=2,
-            )
+            if self._warns:
+                warnings.warn(
+                    f"{self._name} with compile=True runs as without it, since the compiler refuses it: "
+                    f"{_first_line(error)}",
+                    stacklevel=2,
+                )
             return made
-        if not self._has_run:
-            self._has_run = True
+        if not self.has_run:
+            self.has_run = True
             _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s")
         return made
 
 
 def how_to_compile(constant: tuple[str, ...]) -> dict[str, Any]:
-    """The backend or its options, as ``torch.compile`` takes them."""
-    return {
-        "options": {
-            "guard_filter_fn": partial(_guards_of_user, constant),
-            # Random numbers as torch draws them, so that a program drops out what the function itself does.
-            "fallback_random": True,
-            # A name of their own for these programs in Inductor's cache on disk, where torch 2.13 mixes those that
-            # may overwrite what they have kept for the backward pass with those that must not (`tracing_gradients`).
-            "benchmark_harness": False,
-        }
+    """The backend and the options, as ``torch.compile`` takes them."""
+    return {"backend": _inductor, "options": {"guard_filter_fn": partial(_guards_of_user, constant)}}
+
+
+def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
+    """A graph → its kernels."""
+    options = {
+        # Random numbers as torch draws them, so that a program drops out what the function itself does.
+        "fallback_random": True,
+        # A name of their own for these programs in Inductor's cache on disk, where torch 2.13 mixes those that
+        # may overwrite what they have kept for the backward pass with those that must not (`tracing_gradients`).
+        "benchmark_harness": False,
     }
+    return import_module("torch._inductor").compile(graph, inputs, options)
+
+
+class _Checked:
+    """A backend that looks at a graph first."""
+
+    def __init__(self, check: Callable[[Any], None], backend: Callable[[Any, Any], Any]) -> None:
+        self._check, self._backend = check, backend
+
+    def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        """Compile it."""
+        self._check(graph)
+        return self._backend(graph, inputs)
 
 
 def code_of(function: Any) -> Any:

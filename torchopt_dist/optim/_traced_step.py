@@ -21,8 +21,14 @@ __all__ = ["traced_begin", "traced_step"]
 
 def traced_begin(module: nn.Module) -> dict[str, Tensor]:
     """The values of the parameters to move, which the module gets; inside ``vmap`` it has some for each sample."""
-    params = named_parameters(module)
-    moving = {name: p for name, p in params.items() if p.requires_grad}
+    params, samples = named_parameters(module), traced_samples()
+    moving = {
+        name: p
+        for name, p in params.items()
+        if (
+            p if samples is None else samples.values(p)
+        ).requires_grad  # what `vmap` maps never says so itself
+    }
     # Tensors that are made here: a gradient with respect to others could go through what is not traced.
     return _given(module, moving, {name: p.view_as(p) for name, p in moving.items()})
 

@@ -38,7 +38,7 @@ def trace_only(compiles: list[Any] | None = None) -> None:
         return graph
 
     _programs.how_to_compile = lambda _constant: {"backend": backend}  # type: ignore[assignment]
-    compiled._program.cache_clear()
+    compiled._programs.cache_clear()
     torch.compiler.reset()
     warnings.filterwarnings("error", message=".*compile=True")
 
@@ -51,7 +51,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     with warnings.catch_warnings():
         trace_only(made)
         yield made
-    compiled._program.cache_clear()
+    compiled._programs.cache_clear()
 
 
 class Net(nn.Module):
@@ -189,7 +189,7 @@ def test_global_names_of_a_function_that_was_sent_are_its_own(graphs: list[Any])
     for a, b in given:
         names: dict[str, Any] = {"A": torch.tensor([a]), "B": b, "__name__": "__main__"}
         exec(SENT, names)
-        assert compiled.compiled(names["task"])(x) == 2 * a * b + b
+        assert compiled.CompiledTask(names["task"])(x) == 2 * a * b + b
     assert len(graphs) == 3
 
 

@@ -1,92 +1,148 @@
 """A task's function → the same function as a program of torch's compiler, kept for the process.
 
-The program computes with gradients, also for a caller without: a task may adapt a module inside.
+A task whose only value with a gradient is a number, such as a loss, is one program with its gradient, which a backward
+pass then only multiplies: forward and backward in one share what they compute. Others are a program with a graph, as
+torch makes it, also for a caller without gradients: a task may adapt a module inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from torchopt_dist._formulas.traced import TracedNormalization
 from torchopt_dist._programs import Program, code_of
+from torchopt_dist._types import OptionalTensor
+from torchopt_dist.distributed.messages.stacked import taken_apart
 from torchopt_dist.distributed.worker._sent_function import at_home
+from torchopt_dist.distributed.worker._traced_tasks import (
+    check_inputs,
+    differentiable,
+    values,
+    values_and_gradients,
+)
 
-__all__ = ["compiled", "compiled_vmap"]
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called through its program."""
-    program, same = _program(_task, code_of(function)), at_home(function)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _called(program, (same, args, kwargs), lambda: function(*args, **kwargs))
-
-    return call
+__all__ = ["CompiledTask"]
 
 
-def compiled_vmap(
-    function: Callable[..., Any], leaves: list[Any], mapped: Sequence[int], rebuild: Callable[[Any], Any]
-) -> Callable[..., Any] | None:
-    """All tasks at once, as a function of the tensors that are mapped; ``None`` if they cannot be one program.
+class _Programs(NamedTuple):
+    """Those of one function."""
 
-    Args:
-        function: the task's function.
-        leaves: the leaves of one task's arguments.
-        mapped: the places of those that differ between the tasks.
-        rebuild: leaves → arguments; called with places in place of the leaves, since the compiler cannot trace it.
-    """
-    places = rebuild(iter(range(len(leaves))))
-    if optree.tree_leaves(places, none_is_leaf=True) != list(range(len(leaves))):
-        return None  # a container that only we know
-    shared = [None if place in mapped else leaf for place, leaf in enumerate(leaves)]
-    program, same = _program(_tasks, code_of(function)), at_home(function)
-    return lambda otherwise, *tensors: _called(program, (same, places, shared, mapped, tensors), otherwise)
+    values: Program
+    with_gradients: Program
 
 
-def _called(program: Program, arguments: tuple[Any, ...], otherwise: Callable[[], Any]) -> Any:
-    if torch.is_grad_enabled():
-        return program(*arguments, otherwise=otherwise)
-    with torch.enable_grad():
-        made = program(*arguments, otherwise=lambda: _in_its_mode(otherwise))
-    return optree.tree_map(_detached, made, none_is_leaf=True)
+class CompiledTask:
+    """A task's function, called through its programs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._same = function, at_home(function)
+        self._programs = _programs(code_of(function))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one task."""
+        leaves, _, rebuild = taken_apart((args, kwargs))
+        return self.run(leaves, (), rebuild, lambda: self._function(*args, **kwargs))
+
+    def run(
+        self,
+        leaves: list[Any],
+        mapped: Sequence[int],
+        rebuild: Callable[[Any], Any],
+        otherwise: Callable[[], Any],
+    ) -> Any:
+        """Run all tasks at once, or one.
+
+        Args:
+            leaves: those of the tasks' arguments.
+            mapped: the places of those that hold a tensor of each task, along dimension 0; none for one task.
+            rebuild: leaves → arguments; called with places in place of the leaves, as the compiler cannot trace it.
+            otherwise: does the same without the compiler.
+        """
+        places = rebuild(iter(range(len(leaves))))
+        if optree.tree_leaves(places, none_is_leaf=True) != list(range(len(leaves))):
+            return otherwise()  # a container that only we know
+        number = leaves[mapped[0]].shape[0] if mapped else None
+        arguments = (self._same, places, leaves, mapped, number)
+        inputs = differentiable(leaves)
+        recorded, program = torch.is_grad_enabled(), self._programs.with_gradients
+
+        def with_a_graph() -> Any:
+            with torch.enable_grad():
+                made = self._programs.values(*arguments, otherwise=lambda: _in_mode(recorded, otherwise))
+            return made if recorded else optree.tree_map(_detached, made, none_is_leaf=True)
+
+        if not inputs or not (recorded or program.has_run):
+            return with_a_graph()
+        with torch.no_grad():
+            made = program(*arguments, otherwise=lambda: _Made(with_a_graph(), None, []))
+        if made[1] is None or not recorded:
+            return made[0]
+        leaves, spec = optree.tree_flatten(made[0], none_is_leaf=True)
+        is_own = [number is not None and place in mapped for place, *_ in inputs]
+        known = _Known(leaves[made[1]], made[2], is_own)
+        leaves[made[1]] = _Loss.apply(known, *[tensor for *_, tensor in inputs])
+        return optree.tree_unflatten(spec, leaves)
 
 
-def _task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
+class _Made(NamedTuple):
+    """What :func:`values_and_gradients` returns."""
+
+    values: Any
+    loss: int | None
+    grads: Sequence[OptionalTensor]
 
 
-def _tasks(
-    function: Callable[..., Any],
-    places: Any,
-    shared: list[Any],
-    mapped: Sequence[int],
-    tensors: tuple[Tensor, ...],
-) -> Any:
-    def one_task(*own: Tensor) -> Any:
-        leaves = list(shared)
-        for place, tensor in zip(mapped, own, strict=True):
-            leaves[place] = tensor
-        args, kwargs = optree.tree_map(lambda place: leaves[place], places)
-        return function(*args, **kwargs)
+class _Known(NamedTuple):
+    loss: Tensor
+    grads: Sequence[OptionalTensor]
+    """Of each input, for each task if there are several."""
+    is_own: list[bool]
+    """Whether an input holds one for each task."""
 
-    with TracedNormalization():
-        return torch.func.vmap(one_task, randomness="different")(*tensors)
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients are known already: a backward pass multiplies them by that of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, known: _Known, *inputs: Tensor) -> Tensor:
+        """See :class:`_Known`."""
+        ctx.shapes = [tensor.shape for tensor in inputs]
+        ctx.is_own = known.is_own
+        ctx.save_for_backward(*known.grads)
+        return known.loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[OptionalTensor, ...]:
+        """The sum over the tasks, but for an input that has one for each."""
+        found: list[OptionalTensor] = [None]
+        for grad, shape, is_own in zip(ctx.saved_tensors, ctx.shapes, ctx.is_own, strict=True):
+            if grad is None:
+                found.append(None)
+                continue
+            of_loss = output_grads[0].to(grad.dtype).reshape(-1)
+            by_task = grad.reshape(of_loss.shape[0], -1)
+            made = of_loss[:, None] * by_task if is_own else of_loss @ by_task
+            found.append(made.reshape(shape))
+        return tuple(found)
 
 
 @lru_cache(maxsize=64)
-def _program(run: Callable[..., Any], code: Any) -> Program:
+def _programs(code: Any) -> _Programs:
     name = getattr(code, "co_qualname", None) or getattr(code, "co_name", repr(code))
-    return Program(run, f"the task {name!r}")
+    named = f"the task {name!r}"
+    return _Programs(
+        Program(values, named), Program(values_and_gradients, named, check=check_inputs, warns=False)
+    )
 
 
-def _in_its_mode(otherwise: Callable[[], Any]) -> Any:
-    with torch.no_grad():
+def _in_mode(recorded: bool, otherwise: Callable[[], Any]) -> Any:
+    with torch.set_grad_enabled(recorded):
         return otherwise()
 
 

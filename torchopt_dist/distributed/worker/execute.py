@@ -17,7 +17,7 @@ from torchopt_dist.distributed.group.progress import teller
 from torchopt_dist.distributed.group.resident import resolved
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.messages.stacked import Stacked, split_values, stacked, taken_apart
-from torchopt_dist.distributed.worker.compiled import compiled, compiled_vmap
+from torchopt_dist.distributed.worker.compiled import CompiledTask
 from torchopt_dist.distributed.worker.device import receiving_device
 
 __all__ = ["Ran", "run"]
@@ -64,7 +64,7 @@ def run(payload: Payload, *, moved: bool = False) -> Ran:
 def _one_by_one(payload: Payload, turn: _TurnOf) -> list[Any]:
     values: list[Any] = []
     tell = None if payload.ticket is None else teller(payload.ticket, len(payload.tasks))
-    function = compiled(payload.function) if payload.options.compile else payload.function
+    function = CompiledTask(payload.function) if payload.options.compile else payload.function
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         with turn(seed):
             values.append(function(*args, **kwargs))
@@ -93,9 +93,10 @@ def _vectorized(payload: Payload, turn: _TurnOf) -> list[Any]:
         with normalization_by_formula(), without_fast_path():
             return torch.func.vmap(one_task, randomness="different", chunk_size=options.chunk_size)(*tensors)
 
-    program = None
-    if options.compile and options.chunk_size is None:
-        program = compiled_vmap(payload.function, shared, together.places, rebuild)
     with turn(payload.seeds[0]):
-        batched = as_they_are() if program is None else program(as_they_are, *tensors)
+        if options.compile and options.chunk_size is None:
+            task = CompiledTask(payload.function)
+            batched = task.run(shared, together.places, rebuild, as_they_are)
+        else:
+            batched = as_they_are()
     return [batched] if already else split_values(batched, len(payload.tasks))

@@ -1,0 +1,126 @@
+"""A function and its arguments → its values, and the gradients of a loss with them, as the compiler can trace it.
+
+Arguments come as leaves, and with a tree of their places. The leaves at the places that are ``mapped`` hold a tensor of
+each task along dimension 0; all others are the same for all tasks. ``number`` is that of the tasks in one ``vmap``, or
+``None`` for one task without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from torchopt_dist._formulas.traced import TracedNormalization
+from torchopt_dist.nn._traced_module import named_parameters, replace_parameters, traced_copy
+
+__all__ = ["check_inputs", "differentiable", "values", "values_and_gradients"]
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+
+
+def values(
+    function: Callable[..., Any], places: Any, leaves: list[Any], mapped: Sequence[int], number: int | None
+) -> Any:
+    """What the tasks return."""
+    if number is None:
+        return _called(function, places, leaves)
+
+    def one_task(*own: Tensor) -> Any:
+        filled = list(leaves)
+        for place, tensor in zip(mapped, own, strict=True):
+            filled[place] = tensor
+        return _called(function, places, filled)
+
+    with TracedNormalization():
+        return torch.func.vmap(one_task, randomness="different")(*[leaves[place] for place in mapped])
+
+
+def differentiable(leaves: Sequence[Any]) -> list[tuple[int, str, Tensor]]:
+    """Of each tensor that wants a gradient the place, its name in a module or nothing, and itself."""
+    found = []
+    for place, leaf in enumerate(leaves):
+        named = {"": leaf} if isinstance(leaf, Tensor) else {}
+        if isinstance(leaf, nn.Module):
+            named = named_parameters(leaf)
+        found += [(place, name, tensor) for name, tensor in named.items() if tensor.requires_grad]
+    return found
+
+
+def values_and_gradients(
+    function: Callable[..., Any], places: Any, leaves: list[Any], mapped: Sequence[int], number: int | None
+) -> tuple[Any, int | None, Sequence[Tensor | None]]:
+    """What the tasks return, detached; which of its leaves is the loss; and each task's gradients of it.
+
+    The gradients are with respect to :func:`differentiable` leaves, and stacked if the tasks are; ``None`` for a leaf
+    that the loss does not depend on. Raises :class:`NotImplementedError` if what has a gradient is not one number a
+    task, or could not be found.
+    """
+    with torch.enable_grad():
+        filled, wanted = list(leaves), []
+        by_module: dict[int, dict[str, Tensor]] = {}
+        for place, name, tensor in differentiable(leaves):
+            own = tensor.detach()
+            if number is not None and place not in mapped:
+                own = own.expand(number, *own.shape)
+            wanted.append(own.requires_grad_())
+            if isinstance(leaves[place], nn.Module):
+                by_module.setdefault(place, {})[name] = wanted[-1]
+            else:
+                filled[place] = wanted[-1]
+
+        def one_task(modules: dict[int, dict[str, Tensor]], own: list[Any]) -> Any:
+            given = list(leaves)
+            for place, tensor in zip(own_places, own, strict=True):
+                given[place] = tensor
+            for place, tensors in modules.items():
+                given[place] = traced_copy(leaves[place], "reference")
+                replace_parameters(given[place], named_parameters(leaves[place]), tensors)
+            return _called(function, places, given)
+
+        own_places = [
+            place for place in range(len(leaves)) if filled[place] is not leaves[place] or place in mapped
+        ]
+        run = one_task
+        if number is not None:
+            run = torch.func.vmap(one_task, randomness="different")
+        with TracedNormalization():
+            made = run(by_module, [filled[place] for place in own_places])
+        found: list[Any] = []
+        optree.tree_map(found.append, made, none_is_leaf=True)
+        if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in found):
+            raise NotImplementedError("a value may hold a tensor")
+        losses = [
+            index for index, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        if len(losses) > 1 or any(found[index].numel() != (number or 1) for index in losses):
+            raise NotImplementedError("not one number a task has a gradient")
+        if not losses:
+            return made, None, []
+        grads = torch.autograd.grad(found[losses[0]].sum(), wanted, allow_unused=True)
+    return optree.tree_map(_detached, made, none_is_leaf=True), losses[0], grads
+
+
+def check_inputs(graph: Any) -> None:
+    """Raise :class:`NotImplementedError` for a graph of :func:`values_and_gradients` whose function has another input.
+
+    Of its own arguments a program takes the values only; another tensor that wants a gradient is one that the function
+    closes over.
+    """
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        wants = isinstance(value, Tensor) and value.requires_grad
+        if wants and any(user.target != "detach" for user in node.users):
+            raise NotImplementedError("the function closes over a tensor that wants a gradient")
+
+
+def _called(function: Callable[..., Any], places: Any, leaves: Sequence[Any]) -> Any:
+    args, kwargs = optree.tree_map(lambda place: leaves[place], places)
+    return function(*args, **kwargs)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
