@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import io
+import sys
 import tracemalloc
 import weakref
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -14,6 +19,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import Net, mlp
+from torchopt_dist._code_pickler import CodePickler
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed.messages.message import Late
 from torchopt_dist.distributed.messages.requests import Reply
@@ -264,3 +270,28 @@ def test_a_reply_says_that_it_is_an_exception_before_it_is_rebuilt():
         reply_of(message, "worker1")
     for values in ([1], [[1]], [{"x": torch.ones(2)}]):
         assert not raised(pack(Reply(values), main_by_name=True))
+
+
+def test_the_parts_of_a_package_that_a_function_names_go_with_it(tmp_path: Path, monkeypatch: Any) -> None:
+    """The receiver imports them; also one that was imported after the function had been sent once."""
+    package = tmp_path / "a_package_of_parts"
+    (package / "deep").mkdir(parents=True)
+    for name in ("__init__", "first", "second", "deep/__init__", "deep/third"):
+        (package / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("", ".first"):
+        importlib.import_module(f"{package.name}{name}")
+    names: dict[str, Any] = {"__name__": "__main__", "a_package_of_parts": sys.modules[package.name]}
+    exec("def function():\n    return a_package_of_parts.first, a_package_of_parts.deep.third", names)
+
+    def sent() -> set[str]:
+        found = cloudpickle.Pickler(io.BytesIO()).reducer_override(names["function"])[2][1]
+        ours = CodePickler(io.BytesIO()).reducer_override(names["function"])[2][1]
+        modules = [{one.__name__ for one in each["_cloudpickle_submodules"]} for each in (found, ours)]
+        assert modules[0] == modules[1]
+        return modules[1]
+
+    assert sent() == {"a_package_of_parts.first"}
+    for name in ("second", "deep.third"):
+        importlib.import_module(f"{package.name}.{name}")
+    assert sent() == {f"a_package_of_parts.{name}" for name in ("first", "deep", "deep.third")}

@@ -11,6 +11,7 @@ import warnings
 from threading import Lock
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,6 +147,84 @@ def test_a_call_without_gradients_uses_the_same_program(graphs: list[Any], vecto
         assert not losses.requires_grad
         torch.testing.assert_close(losses, expected)
         assert len(graphs) == 1
+
+    todist.auto_init_rpc()(body)()
+
+
+KINDS = {
+    "a loss": (lambda w, x: (w["a"] * x).sum().cos(), True),
+    "a loss of one dimension": (lambda w, x: (w["a"] * x).sum().cos().reshape(1), True),
+    "a loss and what has no gradient": (
+        lambda w, x: {"loss": (w["a"] * x).sum().cos(), "hits": (x > 0).sum()},
+        True,
+    ),
+    "a loss that uses a tensor twice": (
+        lambda w, x: (w["a"] * w["a"] * x).sum() + w["b"] * x.sum() ** 2,
+        True,
+    ),
+    "two losses": (lambda w, x: ((w["a"] * x).sum(), w["b"] * x.sum() ** 2), False),
+    "several numbers": (lambda w, x: w["a"] * x.cos(), False),
+}
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_is_one_program_with_its_gradient(graphs: list[Any], kind: str, vectorize: bool) -> None:
+    """The gradients are those without the compiler, ``None`` among them, and of rows that each task has its own of."""
+    task, with_gradient = KINDS[kind]
+
+    def found(**options: Any) -> list[Any]:
+        w = {"a": torch.tensor([0.3, 0.7]), "b": torch.tensor(0.2), "unused": torch.ones(2)}
+        w = {name: value.double().requires_grad_() for name, value in w.items()}
+        x = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2).requires_grad_()
+        made = todist.parallelize(todist.tasks, todist.stack_reducer, **options)(task)(
+            todist.replicated(w), x
+        )
+        leaves = [leaf for leaf in optree.tree_leaves(made) if leaf.requires_grad]
+        loss = sum((leaf.exp().sum() for leaf in leaves), start=torch.zeros((), dtype=torch.float64))
+        first = torch.autograd.grad(loss, [*w.values(), x], retain_graph=True, allow_unused=True)
+        again = torch.autograd.grad(loss, [*w.values(), x], allow_unused=True)
+        torch.testing.assert_close(first, again)
+        return [made, *first]
+
+    def body() -> None:
+        torch.testing.assert_close(found(compile=True, vectorize=vectorize), found())
+        assert len(graphs) == 1
+        assert compiled._programs(task.__code__).with_gradients.has_run == with_gradient
+
+    todist.auto_init_rpc()(body)()
+
+
+def test_a_tensor_that_a_task_closes_over_has_its_gradient(graphs: list[Any]) -> None:
+    """A program with its gradient is one of arguments alone, so this task gets another one."""
+    closed = torch.tensor([2.0, 3.0], requires_grad=True)
+
+    def body() -> None:
+        w = torch.ones(2, requires_grad=True)
+        for vectorize in (False, True):
+            call = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True, vectorize=vectorize)(
+                lambda w, x: (w * closed.detach() * x).sum() * closed.prod()
+            )
+            x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+            grads = torch.autograd.grad(call(todist.replicated(w), x), [w, closed])
+            torch.testing.assert_close(grads, (torch.tensor([12.0, 18.0]), torch.tensor([15.0, 10.0])))
+
+    todist.auto_init_rpc()(body)()
+    assert graphs
+
+
+@pytest.mark.usefixtures("graphs")
+def test_second_derivatives_of_a_compiled_loss_are_an_error() -> None:
+    def body() -> None:
+        w = torch.ones(2, requires_grad=True)
+        cubes = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True)(
+            lambda w, x: (w**3 * x).sum()
+        )
+        loss = cubes(todist.replicated(w), torch.ones(3, 2))
+        grad = torch.autograd.grad(loss, w, create_graph=True)[0]
+        torch.testing.assert_close(grad, torch.full((2,), 9.0))
+        with pytest.raises(RuntimeError, match="no second derivatives: leave compile=True out"):
+            torch.autograd.grad(grad.sum() + w.sum(), w)
 
     todist.auto_init_rpc()(body)()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._formulas.traced import TracedNormalization
+from torchopt_dist._types import OptionalTensor
 from torchopt_dist.nn._traced_module import named_parameters, replace_parameters, traced_copy
 
 __all__ = ["check_inputs", "differentiable", "values", "values_and_gradients"]
@@ -45,15 +46,16 @@ def differentiable(leaves: Sequence[Any]) -> list[tuple[int, str, Tensor]]:
     for place, leaf in enumerate(leaves):
         named = {"": leaf} if isinstance(leaf, Tensor) else {}
         if isinstance(leaf, nn.Module):
-            named = named_parameters(leaf)
+            traced = torch.compiler.is_compiling()
+            named = named_parameters(leaf) if traced else dict(leaf.named_parameters())
         found += [(place, name, tensor) for name, tensor in named.items() if tensor.requires_grad]
     return found
 
 
 def values_and_gradients(
     function: Callable[..., Any], places: Any, leaves: list[Any], mapped: Sequence[int], number: int | None
-) -> tuple[Any, int | None, Sequence[Tensor | None]]:
-    """What the tasks return, detached; which of its leaves is the loss; and each task's gradients of it.
+) -> tuple[Any, Any, Sequence[OptionalTensor]]:
+    """What the tasks return, detached; a tree that says which of its leaves is the loss; each task's gradients of it.
 
     The gradients are with respect to :func:`differentiable` leaves, and stacked if the tasks are; ``None`` for a leaf
     that the loss does not depend on. Raises :class:`NotImplementedError` if what has a gradient is not one number a
@@ -93,15 +95,14 @@ def values_and_gradients(
         optree.tree_map(found.append, made, none_is_leaf=True)
         if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in found):
             raise NotImplementedError("a value may hold a tensor")
-        losses = [
-            index for index, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        if len(losses) > 1 or any(found[index].numel() != (number or 1) for index in losses):
+        losses = [leaf for leaf in found if _has_gradient(leaf)]
+        if len(losses) > 1 or any(loss.numel() != (number or 1) for loss in losses):
             raise NotImplementedError("not one number a task has a gradient")
-        if not losses:
-            return made, None, []
-        grads = torch.autograd.grad(found[losses[0]].sum(), wanted, allow_unused=True)
-    return optree.tree_map(_detached, made, none_is_leaf=True), losses[0], grads
+        grads: Sequence[OptionalTensor] = []
+        if losses:
+            grads = torch.autograd.grad(losses[0].sum(), wanted, allow_unused=True)
+    which = optree.tree_map(_has_gradient, made, none_is_leaf=True)
+    return optree.tree_map(_detached, made, none_is_leaf=True), which, grads
 
 
 def check_inputs(graph: Any) -> None:
@@ -120,6 +121,10 @@ def check_inputs(graph: Any) -> None:
 def _called(function: Callable[..., Any], places: Any, leaves: Sequence[Any]) -> Any:
     args, kwargs = optree.tree_map(lambda place: leaves[place], places)
     return function(*args, **kwargs)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _detached(leaf: Any) -> Any:

@@ -79,22 +79,19 @@ class CompiledTask:
         if not inputs or not (recorded or program.has_run):
             return with_a_graph()
         with torch.no_grad():
-            made = program(*arguments, otherwise=lambda: _Made(with_a_graph(), None, []))
-        if made[1] is None or not recorded:
-            return made[0]
-        leaves, spec = optree.tree_flatten(made[0], none_is_leaf=True)
-        is_own = [number is not None and place in mapped for place, *_ in inputs]
-        known = _Known(leaves[made[1]], made[2], is_own)
-        leaves[made[1]] = _Loss.apply(known, *[tensor for *_, tensor in inputs])
-        return optree.tree_unflatten(spec, leaves)
-
-
-class _Made(NamedTuple):
-    """What :func:`values_and_gradients` returns."""
-
-    values: Any
-    loss: int | None
-    grads: Sequence[OptionalTensor]
+            made = program(*arguments, otherwise=lambda: (with_a_graph(), None, []))
+        value, which, grads = made
+        if which is None or not recorded:
+            return value
+        found, spec = optree.tree_flatten(value, none_is_leaf=True)
+        is_loss = optree.tree_leaves(which)
+        if any(is_loss):
+            place = is_loss.index(True)
+            known = _Known(
+                found[place], grads, [number is not None and place in mapped for place, *_ in inputs]
+            )
+            found[place] = _Loss.apply(known, *[tensor for *_, tensor in inputs])  # type: ignore[no-untyped-call]
+        return optree.tree_unflatten(spec, found)
 
 
 class _Known(NamedTuple):
@@ -111,25 +108,43 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, known: _Known, *inputs: Tensor) -> Tensor:
         """See :class:`_Known`."""
-        ctx.shapes = [tensor.shape for tensor in inputs]
-        ctx.is_own = known.is_own
+        ctx.inputs, ctx.is_own = inputs, known.is_own
         ctx.save_for_backward(*known.grads)
         return known.loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[OptionalTensor, ...]:
         """The sum over the tasks, but for an input that has one for each."""
         found: list[OptionalTensor] = [None]
-        for grad, shape, is_own in zip(ctx.saved_tensors, ctx.shapes, ctx.is_own, strict=True):
+        for grad, given, is_own in zip(ctx.saved_tensors, ctx.inputs, ctx.is_own, strict=True):
             if grad is None:
                 found.append(None)
                 continue
             of_loss = output_grads[0].to(grad.dtype).reshape(-1)
             by_task = grad.reshape(of_loss.shape[0], -1)
             made = of_loss[:, None] * by_task if is_own else of_loss @ by_task
-            found.append(made.reshape(shape))
+            made = made.reshape(given.shape)
+            if torch.is_grad_enabled():  # with `create_graph=True`
+                made = _Gradient.apply(made, *ctx.inputs)  # type: ignore[no-untyped-call]
+            found.append(made)
         return tuple(found)
+
+
+class _Gradient(torch.autograd.Function):
+    """A gradient that has none itself."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
+        """The gradient, which depends on the inputs."""
+        del ctx, inputs
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Tensor) -> Any:
+        """Raise."""
+        raise RuntimeError(
+            "a task with compile=True has no second derivatives: leave compile=True out for them"
+        )
 
 
 @lru_cache(maxsize=64)
