@@ -24,6 +24,11 @@ TIMES = PICTURES / "times.json"
 SECONDS = 300
 """That an example may take."""
 ALONE, SPREAD = "by `python`", "by `torchrun` on two workers"
+CARD = re.compile(r"(^:::\{grid-item-card\} (\w+)\n(?:(?!:::).*\n)+):::\n", re.MULTILINE)
+WORKERS = "*Workers.*"
+"""With this a card says that a second worker pays; other cards show no time of two."""
+PAYS = 1.6
+"""How many times as fast two workers are at least where that pays."""
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#]+)(#[^)]*)?\)")
 
 
@@ -49,7 +54,9 @@ def example_page(source: Path) -> str:
     if (PICTURES / f"{source.stem}.png").exists():
         parts.append(f"![What it draws](../_pictures/{source.stem}.png)")
     if source.stem in (times := known_times()):
-        took = " and ".join(f"{seconds:.0f} s {where}" for where, seconds in times[source.stem].items())
+        gallery = {match[2]: match[1] for match in CARD.finditer((DOCS / "gallery.md").read_text("utf-8"))}
+        shown = times[source.stem] if WORKERS in gallery.get(source.stem, "") else [ALONE]
+        took = " and ".join(f"{times[source.stem][where]:.0f} s {where}" for where in shown)
         parts.append(f"It took {took}, when these pages were built.")
     parts += [
         rest.strip("\n"),
@@ -132,11 +139,21 @@ def with_times(gallery: str) -> str:
         if took is None:
             return match[0]
         shown = f"{took[ALONE]:.0f} s by itself"
-        if SPREAD in took:
+        if WORKERS in match[1] and SPREAD in took:
             shown += f", {took[SPREAD]:.0f} s on two workers"
         return f"{match[1]}\n{shown}.\n:::\n"
 
-    return re.sub(r"(^:::\{grid-item-card\} (\w+)\n(?:(?!:::).*\n)+):::\n", card, gallery, flags=re.MULTILINE)
+    return CARD.sub(card, gallery)
+
+
+def that_do_not_pay(gallery: str) -> list[str]:
+    """The cards which say that a second worker pays, where it was measured that it does not."""
+    found = []
+    for card, name in CARD.findall(gallery):
+        took = known_times().get(name, {})
+        if WORKERS in card and SPREAD in took and took[ALONE] < PAYS * took[SPREAD]:
+            found.append(f"{name}: {took[ALONE] / took[SPREAD]:.2f} times as fast on two workers")
+    return found
 
 
 def write(name: str, text: str) -> None:
@@ -156,5 +173,7 @@ def make() -> None:
 
 
 if __name__ == "__main__":
-    if failed := run_examples(sys.argv[1:]):
+    failed = run_examples(sys.argv[1:])
+    print(*that_do_not_pay((DOCS / "gallery.md").read_text("utf-8")), sep="\n")
+    if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -97,10 +97,16 @@ def test_examples_are_run_as_they_say_and_those_that_fail_are_named(
 def test_a_card_shows_the_times_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = imported("pages")
     monkeypatch.setattr(pages, "TIMES", tmp_path / "times.json")
-    cards = [f":::{{grid-item-card}} {name}\n:link: {name}\n\nText.\n:::\n" for name in ("one", "two", "new")]
-    times = {"one": {pages.ALONE: 7.4}, "two": {pages.ALONE: 30.0, pages.SPREAD: 16.2}}
-    pages.TIMES.write_text(json.dumps(times))
-    one, two, new = pages.with_times("\n".join(cards)).split("\n\n:::")
+    texts = {"one": "Text.", "two": "Text. *Workers.*", "short": "Text. *One process.*", "new": "Text."}
+    cards = [f":::{{grid-item-card}} {name}\n:link: {name}\n\n{text}\n:::\n" for name, text in texts.items()]
+    times = {name: {pages.ALONE: 30.0, pages.SPREAD: 16.2} for name in ("two", "short")}
+    pages.TIMES.write_text(json.dumps({"one": {pages.ALONE: 7.4}, **times}))
+    one, two, short, new = pages.with_times("\n".join(cards)).split("\n\n:::")
     assert one == cards[0].removesuffix(":::\n") + "\n7 s by itself.\n:::"
-    assert two.endswith("\n\nText.\n\n30 s by itself, 16 s on two workers.\n:::")
+    assert two.endswith("\n\nText. *Workers.*\n\n30 s by itself, 16 s on two workers.\n:::")
+    assert short.endswith("\n\nText. *One process.*\n\n30 s by itself.\n:::")
     assert new.endswith("\n\nText.\n:::\n")
+    assert pages.that_do_not_pay("\n".join(cards)) == []
+    times = {name: {pages.ALONE: 30.0, pages.SPREAD: 20.0} for name in ("two", "short")}
+    pages.TIMES.write_text(json.dumps(times))
+    assert pages.that_do_not_pay("\n".join(cards)) == ["two: 1.50 times as fast on two workers"]
