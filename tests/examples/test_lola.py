@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "lola.py"
 
 
 def test_lola_cooperates_and_finds_the_equilibrium_alike_on_one_and_two_workers(tmp_path: Path) -> None:
-    words = (EXAMPLE, "--pairs", 12, "--steps", 25, "--output")
+    words = (EXAMPLE, "--pairs", 12, "--steps", 80, "--output")
     one = table(run_python(*words, tmp_path / "one.png"))
     two = table(torchrun("--standalone", "--nproc_per_node=2", *words, tmp_path / "two.png"))
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
@@ -28,9 +28,10 @@ def test_lola_cooperates_and_finds_the_equilibrium_alike_on_one_and_two_workers(
     payoff = {key: float(row[5].split()[0]) for key, row in rows.items()}
     assert payoff["dilemma", "naive"] < -1.8
     assert payoff["dilemma", "foresees"] < -1.6
-    assert payoff["dilemma", "LOLA"] > -1.3
-    assert percent["dilemma", "LOLA"] > percent["dilemma", "naive"] + 20
-    assert percent["pennies", "LOLA"] > 90 > 10 > percent["pennies", "naive"]
+    for learner in ("LOLA", "LOLA, expanded"):
+        assert payoff["dilemma", learner] > -1.3
+        assert percent["dilemma", learner] > percent["dilemma", "naive"] + 20
+        assert percent["pennies", learner] > 75 > 10 > percent["pennies", "naive"]
 
 
 def test_the_payoff_is_the_discounted_sum_of_the_rounds() -> None:
@@ -79,3 +80,13 @@ def test_the_gradient_goes_through_the_other_player_s_step(me: int) -> None:
         gradient = ascent(lola.Players(*policies[:, None]))[0]
         assert math.isclose(float(gradient @ direction), expected, rel_tol=1e-6), learner
     assert not math.isclose(slopes["LOLA"], slopes["foresees"], rel_tol=1e-2)
+
+    # The paper's rule: the step times the payoff's slope there, which is constant.
+    other = policies[1 - me].clone().requires_grad_()
+    (payoff_s_slope,) = torch.autograd.grad(payoffs(policies[me], other)[0], other)
+    ahead, behind = (its_step(policies[me] + shift * direction) @ payoff_s_slope for shift in (1e-5, -1e-5))
+    expected = slopes["naive"] + float(ahead - behind) / 2e-5
+    ascent = torch.vmap(partial(lola.ascent, me=me, game=game, learner="LOLA, expanded", look_ahead=0.7))
+    gradient = ascent(lola.Players(*policies[:, None]))[0]
+    assert math.isclose(float(gradient @ direction), expected, rel_tol=1e-6)
+    assert not math.isclose(expected, slopes["LOLA"], rel_tol=1e-2)
