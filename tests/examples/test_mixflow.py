@@ -1,18 +1,24 @@
-"""Every way gives the same gradient; replayed by blocks, memory hardly grows with the steps."""
+"""Every way gives the same gradient, on two workers as on one; by blocks, memory hardly grows with the steps."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from tests.examples.running import run_python
+import pytest
+
+from tests.examples.running import imported
+from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mixflow.py"
 
 
-def test_replayed_blocks_take_a_fraction_of_a_record(tmp_path: Path) -> None:
+def test_replayed_blocks_take_a_fraction_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "new" / "memory.png"
-    output = run_python(EXAMPLE, "--layers", 1, 2, 3, "--steps", 1, 2, 4, "--output", picture)
+    words = (EXAMPLE, "--layers", 1, 2, 3, "--steps", 1, 2, 4, "--output", picture)
+    beside = os.pathsep.join(map(str, (EXAMPLE.parents[1], EXAMPLE.parent)))
+    output = torchrun("--standalone", "--nproc_per_node=2", *words, PYTHONPATH=beside)
     peaks = {
         size: [float(cost) for cost in re.findall(r"(\S+) MiB", rest)]
         for size, rest in re.findall(r"^\| (\d, \d) \|(.*)$", output, re.MULTILINE)
@@ -26,3 +32,10 @@ def test_replayed_blocks_take_a_fraction_of_a_record(tmp_path: Path) -> None:
     growth = [after - before for before, after in zip(peaks["2, 1"], peaks["2, 4"], strict=True)]
     assert growth[3] < 0.1 * growth[0]  # as the steps do
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    example = imported(EXAMPLE)
+    for layers, steps in ((1, 2), (2, 4)):
+        (length,) = re.findall(rf"^\| {layers}, {steps} \| (\S+) \|", output, re.MULTILINE)
+        here = example.meta_gradient(example.Case(layers, steps, "Recorded()")).norm()
+        assert float(length) == pytest.approx(float(here), rel=1e-2)
