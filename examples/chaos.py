@@ -144,7 +144,7 @@ def draw(by_rate: list[Case], by_steps: list[Case], found: dict[Case, Spread], o
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rates", type=int, default=13, help="to try (default: %(default)s)")
+    parser.add_argument("--rates", type=int, default=91, help="to try (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="of training (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=32, help="of each estimate (default: %(default)s)")
     parser.add_argument("--sigma", type=float, default=0.05, help="of the noise (default: %(default)s)")

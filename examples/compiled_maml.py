@@ -2,11 +2,10 @@
 
     python examples/compiled_maml.py                    # compiles first
     python examples/compiled_maml.py --no-compile       # the same numbers without the compiler
-    torchrun --nproc_per_node=2 examples/compiled_maml.py
 
 The inner loop of a small network consists of hundreds of operations, and starting each takes longer than computing it.
-Compiled, a worker's tasks, their inner steps and their gradients are a few kernels. Each worker compiles for itself, at
-the first call.
+Compiled, a worker's tasks, their inner steps and their gradients are a few kernels. Each of several workers compiles
+for itself, at its first call. A meta-step of so small a network takes less time than a message to a second worker.
 
 A task is a sine of some height and phase, as in ``maml_sinusoid.py``, with ten points to adapt to and ten to test on.
 The picture shows the loss against time, with and without the compiler.

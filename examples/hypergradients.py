@@ -165,7 +165,7 @@ def draw(grid: list[int], found: tuple[dict[str, Tensor], float, float], output:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--problems", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--problems", type=int, default=16, help="(default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=100, help="at most (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/hypergradients.png"), help="picture to draw"

@@ -10,8 +10,8 @@ steps, and you can take many of them, with any optimizer.
 
 The images are scikit-learn's ``load_digits``, 8x8 pixels. A class is a digit in one of four rotations: 28 classes of
 the digits 0-6 are for meta-training, and 12 of the digits 7-9 are held out. A task has 5 classes, with 5 images each to
-adapt to and 10 to test on. Adaptation may move the weights only a little, so random weights reach about 60 %. After 160
-meta-steps, half a minute, the weights adapt to about 80 %.
+adapt to and 10 to test on. Adaptation may move the weights only a little, so random weights reach 65 %. After 100
+meta-steps the weights adapt to 79 %.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def plot(path: Path, history: list[tuple[int, float]]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--meta-steps", type=int, default=160)
-    parser.add_argument("--tasks", type=int, default=8, help="in a meta-step")
+    parser.add_argument("--meta-steps", type=int, default=100)
+    parser.add_argument("--tasks", type=int, default=16, help="in a meta-step")
     parser.add_argument("--inner-steps", type=int, default=15)
     parser.add_argument("--proximity", type=float, default=2.0, help="weight of the squared distance")
     parser.add_argument("--lr", type=float, default=5e-3, help="of the outer optimizer, Adam")
