@@ -23,7 +23,10 @@ from tests.processes import World, finish, free_port, start_torchrun, torchrun
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "maml_digits.py"
-SHORT = ("--meta-steps", 8, "--tasks", 5, "--test-tasks", 9, "--eval-every", 4, "--no-baselines", "--double")
+SHORT = (
+    *("--meta-steps", 8, "--inner-steps", 3, "--tasks", 5, "--test-tasks", 9, "--eval-every", 4),
+    *("--no-baselines", "--double"),
+)
 
 
 def run_alone(*arguments: object) -> str:
@@ -200,7 +203,8 @@ def test_two_nodes(tmp_path: Path) -> None:
         start_torchrun(
             *("--nproc_per_node=2", "--nnodes=2", "--node_rank", node),
             *("--master_addr", "127.0.0.1", "--master_port", port),
-            *(EXAMPLE, "--meta-steps", 1, "--test-tasks", 4, "--output", tmp_path / "curve.png"),
+            *(EXAMPLE, "--meta-steps", 1, "--inner-steps", 1, "--tasks", 4, "--test-tasks", 4),
+            *("--output", tmp_path / "curve.png"),
         )
         for node in (0, 1)
     ]
