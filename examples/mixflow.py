@@ -13,8 +13,8 @@ Here it is one word: ``adjoint=Replayed(sweep="forward")`` for ``Recorded()``. W
 is that of one layer at a time, as in the paper. ``sweep="reverse"`` is the same replay without mixed modes. All give
 the same gradient, and the program checks that.
 
-The memory comes out: 10.6 times less for nine layers and 13.7 times for 18 steps. The time does not: it is 1.4 times
-that of recording, and with blocks 2.6 times, as steps are computed twice and the operations are small.
+The memory comes out: 10.6 times less for nine layers and 13.7 times for 18 steps. The time does not: it is 1.4 to 1.9
+times that of recording, and with blocks 3 times, as steps are computed twice and the operations are small.
 
 Every measurement is a task, and the tasks are spread over the workers. Memory is the most that tensors took at a time,
 and the same on any worker; time is CPU time of one thread.
