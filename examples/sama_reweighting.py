@@ -11,7 +11,7 @@ https://arxiv.org/abs/2310.05674) takes the difference of two first-order gradie
 that Adam's own derivative makes of the clean loss's gradient. Only the word ``adjoint=`` differs.
 
 1,000 handwritten digits have 20, 40 or 60 % wrong labels, and 100 have the right ones. Plain training weighs all alike,
-and the oracle knows which labels are wrong. With 60 %, plain training has 65 % test accuracy, SAMA 84 %, the exact
+and the oracle knows which labels are wrong. With 60 %, plain training has 65 % test accuracy, SAMA 82 %, the exact
 gradient 90 % and the oracle 95 %. The papers' numbers stand beside ours in the tables.
 
 The runs are spread over the workers. On one or on many, the numbers but for the times are the same up to rounding.
