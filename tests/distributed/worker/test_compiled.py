@@ -6,6 +6,7 @@ Programs are traced, and consist of torch's own operations, so no C++ compiler i
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import warnings
 from threading import Lock
@@ -193,6 +194,33 @@ def test_a_loss_is_one_program_with_its_gradient(graphs: list[Any], kind: str, v
         assert compiled._programs(task.__code__).with_gradients.has_run == with_gradient
 
     todist.auto_init_rpc()(body)()
+
+
+def test_gradients_of_tasks_that_would_take_much_memory_are_not_kept(
+    graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ``w``, which all share, each task has a gradient; of its row of ``x`` only its own."""
+
+    def task(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).sum().exp()
+
+    def body() -> None:
+        w, x = torch.tensor([0.3, 0.7], requires_grad=True), torch.ones(3, 2, requires_grad=True)
+        call = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True, vectorize=True)(task)
+        for large, has_run in (
+            (0, False),
+            (47, False),
+            (48, True),
+        ):  # 4 bytes · 2 numbers · (3 tasks + 3 rows)
+            monkeypatch.setattr(compiled, "LARGE", large)
+            grads = torch.autograd.grad(call(todist.replicated(w), x), [w, x])
+            torch.testing.assert_close(
+                grads, (torch.full((2,), 3 * math.e), math.e * w.detach().expand(3, 2))
+            )
+            assert compiled._programs(task.__code__).with_gradients.has_run == has_run
+
+    todist.auto_init_rpc()(body)()
+    assert len(graphs) == 2
 
 
 def test_a_tensor_that_a_task_closes_over_has_its_gradient(graphs: list[Any]) -> None:

@@ -26,7 +26,10 @@ from torchopt_dist.distributed.worker._traced_tasks import (
     values_and_gradients,
 )
 
-__all__ = ["CompiledTask"]
+__all__ = ["LARGE", "CompiledTask"]
+
+LARGE = 256 << 20
+"""Bytes of all tasks' gradients from which on their sum is made without them."""
 
 
 class _Programs(NamedTuple):
@@ -76,7 +79,8 @@ class CompiledTask:
                 made = self._programs.values(*arguments, otherwise=lambda: _in_mode(recorded, otherwise))
             return made if recorded else optree.tree_map(_detached, made, none_is_leaf=True)
 
-        if not inputs or not (recorded or program.has_run):
+        size = sum(tensor.nbytes * (1 if place in mapped else number or 1) for place, _, tensor in inputs)
+        if not inputs or size > LARGE or not (recorded or program.has_run):
             return with_a_graph()
         with torch.no_grad():
             made = program(*arguments, otherwise=lambda: (with_a_graph(), None, []))
