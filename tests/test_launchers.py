@@ -125,10 +125,12 @@ def test_mpirun_in_a_slurm_job_starts_its_daemons_by_srun(mpi):
     assert find_task({**DAEMONS, **mpi}, pid=120).row.name == find_task(mpi).row.name
 
 
+ALONE = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
+
+
 def test_mpirun_in_a_shell_of_srun_counts():
-    shell = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
-    assert told({**shell, **MPICH}) == (1, 2, 1, 2, "127.0.0.1")
-    assert told(shell)[:2] == (0, 1)
+    assert told({**ALONE, **MPICH}) == (1, 2, 1, 2, "127.0.0.1")
+    assert told(ALONE)[:2] == (0, 1)
 
 
 def test_srun_s_own_pmi_agrees():
@@ -144,6 +146,7 @@ def test_srun_s_own_pmi_agrees():
             {**DAEMONS, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
             1,
         ),  # an mpirun in each task of srun
+        ({**ALONE, **OPEN_MPI}, 99),  # srun in each task of mpirun
         ({**OPEN_MPI, "PMI_RANK": "1", "PMI_SIZE": "2"}, 1),
     ],
 )

@@ -149,7 +149,7 @@ if sys.argv[1] == "-S":  # for which there is nothing to be imported
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect({address!r})
-    request = dict(args=sys.argv[1:], cwd=os.getcwd(), env=dict(os.environ), warm=True)
+    request = dict(args=sys.argv[1:], cwd=os.getcwd(), env=dict(os.environ), warm=True, caller=os.getpid())
     machine = [os.open("/proc/self/ns/" + part, os.O_RDONLY) for part in ("net", "uts", "mnt")]
     socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2, *machine])
     pid = int(server.recv(100))
@@ -328,11 +328,13 @@ def enter(part: str, namespace: int) -> None:
             raise OSError(ctypes.get_errno(), "setns")
 
 
-def become(args: list[str], cwd: str, env: dict[str, str], path: list[str]) -> None:
-    """Run a command as ``python`` does, in this process."""
+def become(args: list[str], cwd: str, env: dict[str, str], path: list[str], caller: int = 0) -> None:
+    """Run a command as ``python`` does, in this process, which stands for the process ``caller``."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if env.get("SLURM_TASK_PID") == str(caller):
+        os.environ["SLURM_TASK_PID"] = str(os.getpid())
     if args[:1] == [
         "-u"
     ]:  # which matters to nobody: what programs print is read when they have ended, or as they flush

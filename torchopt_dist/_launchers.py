@@ -296,8 +296,9 @@ def _port(row: Row, env: Mapping[str, str]) -> int:
 
 def _runs_others(srun: Task, others: Sequence[Task], env: Mapping[str, str], pid: int | None) -> bool:
     """Whether srun has started a shell, or the daemons of another launcher, one on each node, and not this process."""
+    if env.get("SLURM_TASK_PID") == str(os.getpid() if pid is None else pid):
+        return False
     if srun.size == 1:
         return True
     each = expand_numbers(env.get(srun.row.local_size, "")) or []
-    is_its_own = env.get("SLURM_TASK_PID") == str(os.getpid() if pid is None else pid)
-    return any(task.size > 1 for task in others) and {*each} == {1} and not is_its_own
+    return any(task.size > 1 for task in others) and {*each} == {1}

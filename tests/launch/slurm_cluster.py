@@ -52,7 +52,7 @@ SchedulerParameters=bf_interval=2,batch_sched_delay=0
 ReturnToService=2
 SlurmdParameters=config_overrides
 JobRequeue=1
-KillWait=5
+KillWait=2
 GresTypes=gpu
 NodeName=n[1-{size}] CPUs=4 CoresPerSocket=4 RealMemory=1000 Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=n[1-{size}] Default=YES MaxTime=INFINITE State=UP

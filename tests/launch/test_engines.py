@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.curves import TRAIN, expected
+from tests.launch.curves import TRAIN, curve, expected
 from tests.processes import ROOT
 
 ENGINES = Path(os.environ.get("TODIST_ENGINES", ROOT / "build" / "engines"))
@@ -42,7 +42,7 @@ PROGRAMS = {
 import digits, fails, ray
 from on_ray import launch
 if __name__ == "__main__":
-    ray.init(num_cpus=8, include_dashboard=False)
+    ray.init(num_cpus=2, include_dashboard=False)
     start = lambda main: launch(main, 2)
     print("curve", start(digits.main)[0], flush=True)
 {TRY}
@@ -59,16 +59,29 @@ if __name__ == "__main__":
 {TRY.replace("    ", "        ")}
 """,
 }
+RAY_TRAIN = """
+import sys
+import digits, ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+if __name__ == "__main__":
+    ray.init(num_cpus=3, include_dashboard=False)
+    run_config = RunConfig(storage_path=sys.argv[1])
+    TorchTrainer(lambda: digits.main(), scaling_config=ScalingConfig(num_workers=2), run_config=run_config).fit()
+"""
 pytestmark = pytest.mark.timeout(280)
 
 
-def run(engine, program, folder):
+def run(engine, program, folder, *arguments):
     python = ENGINES / engine / "bin" / "python"
     if not python.exists():
         pytest.skip(f"there is no {python}: `make engines` makes it")
     path = os.pathsep.join(map(str, (folder, ROOT / "examples" / "engines", ROOT)))
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, program], env=env, capture_output=True, text=True, timeout=270, cwd=folder)
+    done = subprocess.run(
+        [python, program, *arguments], env=env, capture_output=True, text=True, timeout=270, cwd=folder
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -87,8 +100,14 @@ def test_the_curve_is_the_same_and_the_cause_is_raised_and_all_start_again(engin
     (tmp_path / "fails.py").write_text(FAILS)
     (tmp_path / "program.py").write_text(PROGRAMS[engine])
     lines = run(engine, tmp_path / "program.py", tmp_path).splitlines()
-    (curve,) = [json.loads(line.removeprefix("curve ")) for line in lines if line.startswith("curve ")]
-    assert curve == expected()
+    (losses,) = [json.loads(line.removeprefix("curve ")) for line in lines if line.startswith("curve ")]
+    assert losses == expected()
     assert "KeyError True" in lines
     if engine == "ray":
         assert "[(0, '1'), (1, '1')]" in lines
+
+
+def test_the_curve_is_the_same_under_ray_train(tmp_path):
+    (tmp_path / "digits.py").write_text(TRAIN.read_text())
+    (tmp_path / "program.py").write_text(RAY_TRAIN)
+    assert curve(run("ray", tmp_path / "program.py", tmp_path, tmp_path / "results"), 2) == expected()

@@ -156,6 +156,9 @@ def test_in_a_job_without_ssh_srun_is_taken_and_that_is_told(monkeypatch, tmp_pa
         assert (
             "pod-0 cannot be reached by SSH: it refuses; so srun starts what runs on the hosts" in caplog.text
         )
+        caplog.clear()
+        assert launcher.run(os.getenv, "POD").results == {"pod-0": ["pod-0"], "pod-1": ["pod-1"]}
+        assert "SSH" not in caplog.text  # it is not tried again
         srun.unlink()
         remote.close_all(["pod-0", "pod-1"])
         monkeypatch.setenv("PATH", str(srun.parent))

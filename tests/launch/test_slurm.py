@@ -201,8 +201,9 @@ def test_a_job_that_asked_for_gpus_in_another_way_tells_those_of_this_node(job, 
 
 
 def test_a_step_takes_nothing_from_what_the_job_was_submitted_with():
-    env = {"SLURM_GPUS": "4", "SLURM_CONF": "/a", "SBATCH_QOS": "q", "SRUN_DEBUG": "3", "HOME": "/h"}
-    assert slurm.own_environment(env) == {"SLURM_CONF": "/a", "HOME": "/h"}
+    env = {"SLURM_GPUS": "4", "SBATCH_QOS": "q", "SRUN_DEBUG": "3"}
+    kept = {"SLURM_CONF": "/a", "SLURM_JOB_ID": "7", "HOME": "/h"}
+    assert slurm.own_environment({**env, **kept}) == {**kept, "SLURM_UNBUFFEREDIO": "1"}
 
 
 def test_a_job_without_gpus_has_a_worker_a_core(job):

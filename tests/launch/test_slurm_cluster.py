@@ -111,22 +111,28 @@ def cluster(slurm):
     return slurm
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def variables(cluster, warm_executable):
-    return {"PYTHON": warm_executable, "PYTHONPATH": str(ROOT), "FOLDER": str(cluster.folder)}
+    return {"PYTHON": warm_executable, "PYTHONPATH": str(ROOT)}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(cluster, variables):
     """What a command prints on the login machine, of Python programs those that are warm."""
     return lambda *words, **options: cluster.run(*words, **{**variables, **options})
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def submit(cluster, variables):
     """The number of a job."""
     given = "\n".join(f"export {name}={value}" for name, value in variables.items())
     return lambda script, *options: cluster.submit(f"{given}\n{script}\n", *options)
+
+
+def in_folder(path, script):
+    """A script whose job has a folder of its own."""
+    path.mkdir(exist_ok=True)
+    return f"export FOLDER={path}\n{script}"
 
 
 def answers(text):
@@ -177,6 +183,21 @@ def test_mpirun_in_a_job(cluster, submit, mpirun):
     assert world["places"] == [[0, "n1", 0, 2], [1, "n1", 1, 2], [2, "n2", 0, 2], [3, "n2", 1, 2]]
 
 
+NESTED = {
+    "mpiexec.hydra -n 2 srun --overlap --quiet -N1 -n1": 2,
+    "RANK=0 srun -N1 -n2": 2,
+}
+"""How a program is started, and how often."""
+
+
+def test_launchers_that_contradict_each_other_are_told_at_once(cluster, submit):
+    if shutil.which("mpiexec.hydra") is None:
+        pytest.skip("there is no mpiexec.hydra, of the system package mpich")
+    lines = [f"{command} $PYTHON world.py 2>&1 | grep -c Error:" for command in NESTED]
+    told = cluster.finish(submit("\n".join(lines), "-N2", "--ntasks-per-node=2"))
+    assert list(map(int, told.split())) == list(NESTED.values())
+
+
 LISTENS = (
     "import socket, sys; s = socket.create_server(('', 23456)); print('up', flush=True); sys.stdin.read()"
 )
@@ -215,17 +236,33 @@ def test_a_job_that_refuses_ssh_is_launched_by_srun(cluster, submit):
     assert "so srun starts what runs on the hosts" in text
 
 
-@pytest.mark.parametrize("gpus", ["--gres=gpu:2", "--gpus=4", "--gpus-per-task=1", "--gpus-per-node=2"])
-def test_gpus_are_those_of_the_job_however_it_asked(cluster, submit, gpus):
+GPUS_ASKED_FOR = ("--gres=gpu:2", "--gpus=4", "--gpus-per-task=1", "--gpus-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def jobs_with_gpus(submit):
+    return {gpus: submit("$PYTHON gpus.py", "-N2", "--ntasks-per-node=2", gpus) for gpus in GPUS_ASKED_FOR}
+
+
+@pytest.mark.parametrize("gpus", GPUS_ASKED_FOR)
+def test_gpus_are_those_of_the_job_however_it_asked(cluster, jobs_with_gpus, gpus):
     """Here, and for the step by which another host is reached."""
-    job = submit("$PYTHON gpus.py", "-N2", "--ntasks-per-node=2", gpus)
-    (told,) = answers(cluster.finish(job))
+    (told,) = answers(cluster.finish(jobs_with_gpus[gpus]))
     assert told == {"job": [2, 2], "step": ["2"]}
 
 
 def test_a_launcher_in_several_tasks_is_told(run, variables):
     told = run("srun", "-N1", "-n3", variables["PYTHON"], "launches.py", "{}")
     assert told.count("ValueError: a launcher must run once, got 3 tasks of srun") == 3
+
+
+def test_the_user_s_own_srun_starts_steps_of_the_job(cluster, submit):
+    """And no job of its own, which would wait for other nodes."""
+    shell = "srun --overlap --quiet --nodes=1 --ntasks=1 -w {host}"
+    options = json.dumps({"nproc_per_host": 1, "shell": shell})
+    job = submit(f"$PYTHON launches.py '{options}'", "-N2", "--exclusive")
+    (told,) = answers(cluster.finish(job))
+    assert list(told["results"]) == ["n1", "n2"]
 
 
 def test_a_host_that_is_not_of_the_job_is_told(run, variables):
@@ -254,21 +291,32 @@ SIGNAL = {"srun": (), "launch": ("--batch",)}
 """`--signal=TERM@120` goes to the steps, `--signal=B:TERM@120` to the script, and so does `scancel`."""
 
 
+@pytest.fixture(scope="module")
+def requeued(cluster, submit, run):
+    """Way → what a job has said that was told to end, and what the same script says then."""
+    folders = {way: cluster.folder / f"requeued-{way}" for way in SCRIPTS}
+    scripts = {way: in_folder(folders[way], SCRIPTS[way]) for way in SCRIPTS}
+    size = ("-N2", "--ntasks-per-node=1")
+    jobs = {way: submit(scripts[way], *size, "--requeue", "--open-mode=append") for way in SCRIPTS}
+    for way, job in jobs.items():
+        cluster.wait_for(folders[way] / "up", job)
+        run("scancel", "--signal=TERM", *SIGNAL[way], job)
+    for job in jobs.values():
+        wait_until(
+            lambda job=job: waits_for_its_next_start(run("scontrol", "show", "job", job)),
+            60,
+            lambda job=job: cluster.output(job),
+        )
+        run("scancel", job)  # it would start in two minutes; the same script now
+    again = {way: submit(scripts[way], *size) for way in SCRIPTS}
+    return {way: (said(cluster.output(jobs[way])), said(cluster.finish(again[way]))) for way in SCRIPTS}
+
+
 @pytest.mark.parametrize("way", SCRIPTS)
-def test_a_job_that_is_told_to_end_saves_and_its_requeue_resumes(cluster, submit, run, way):
-    shutil.rmtree(cluster.folder / "checkpoints", ignore_errors=True)
-    up = cluster.folder / "up"
-    up.unlink(missing_ok=True)
-    job = submit(SCRIPTS[way], "-N2", "--ntasks-per-node=1", "--requeue", "--open-mode=append")
-    cluster.wait_for(up, job)
-    run("scancel", "--signal=TERM", *SIGNAL[way], job)
-    wait_until(
-        lambda: waits_for_its_next_start(run("scontrol", "show", "job", job)), 60, lambda: cluster.output(job)
-    )
-    assert said(cluster.output(job)) == ["start at 0", "saved 3"]
-    run("scancel", job)  # it would start in two minutes; the same script now
-    again = submit(SCRIPTS[way], "-N2", "--ntasks-per-node=1")
-    assert said(cluster.finish(again)) == ["start at 3", "saved 5", "done 5.0"]
+def test_a_job_that_is_told_to_end_saves_and_its_requeue_resumes(requeued, way):
+    ended, resumed = requeued[way]
+    assert ended == ["start at 0", "saved 3"]
+    assert resumed == ["start at 3", "saved 5", "done 5.0"]
 
 
 def waits_for_its_next_start(told):
@@ -282,11 +330,10 @@ def said(text):
 
 def test_nothing_is_left_of_a_job_that_is_cancelled(cluster, submit, run):
     """Here Python is started as users start it: what tests fork in its place is no process of the job."""
-    script = f"PYTHON={sys.executable} exec {sys.executable} trains.py launch"
-    (cluster.folder / "up").unlink(missing_ok=True)
-    shutil.rmtree(cluster.folder / "checkpoints", ignore_errors=True)
+    folder = cluster.folder / "cancelled"
+    script = in_folder(folder, f"PYTHON={sys.executable} exec {sys.executable} trains.py launch")
     job = submit(script, "-N2", "--ntasks-per-node=1")
-    cluster.wait_for(cluster.folder / "up", job)
+    cluster.wait_for(folder / "up", job)
     run("scancel", job)
     cluster.finish(job)
     wait_until(
@@ -296,30 +343,45 @@ def test_nothing_is_left_of_a_job_that_is_cancelled(cluster, submit, run):
     )
 
 
-@pytest.mark.parametrize("way", ["srun", "launch"])
-def test_a_node_that_goes_down_ends_the_others_by_name(cluster, submit, run, way):
-    """Nothing of it answers any more, and nothing is left on the others."""
-    (cluster.folder / "up").unlink(missing_ok=True)
-    shutil.rmtree(cluster.folder / "checkpoints", ignore_errors=True)
-    command = {"srun": "srun $PYTHON trains.py srun", "launch": "$PYTHON trains.py launch"}[way]
-    job = submit(f"export TODIST_LIVENESS=patience=3\n{command}", "-w", "n[2-4]", *ALONE)
-    cluster.wait_for(cluster.folder / "up", job)
+LOST = r"rank 2 was lost: the machine of worker2 on n4 gives no answer|the agent on n4 gave no sign of life"
+DOWN = {
+    "launch": ("$PYTHON trains.py launch", "-w", "n[1-2,4]", "--ntasks-per-node=1"),
+    "srun": ("srun $PYTHON trains.py srun", "-w", "n[3-4]", "-n3"),
+}
+"""Two jobs that share n4; both have rank 2 there."""
+
+
+@pytest.fixture(scope="module")
+def without_n4(cluster, submit, run):
+    """Way → what a job has said when n4 was down, and nothing was left on its other nodes."""
+    jobs = {}
+    for way, (command, *where) in DOWN.items():
+        script = in_folder(cluster.folder / f"down-{way}", f"export TODIST_LIVENESS=patience=3\n{command}")
+        jobs[way] = submit(script, *where, "--no-requeue")
+    for way, job in jobs.items():
+        cluster.wait_for(cluster.folder / f"down-{way}" / "up", job)
     cluster.cut("n4")
     cluster.kill("n4")
     try:
-        wait_until(lambda: re.search(LOST, cluster.output(job)), 60, lambda: cluster.output(job))
-        if way == "srun":  # which waits for SLURM to notice it
-            run("scontrol", "update", "NodeName=n4", "State=DOWN", "Reason=test")
-        wait_until(lambda: not cluster.processes("n2") + cluster.processes("n3"), 60, cluster.tree)
-        assert "saved 3" in cluster.output(job)
+        for job in jobs.values():
+            wait_until(
+                lambda job=job: re.search(LOST, cluster.output(job)), 60, lambda job=job: cluster.output(job)
+            )
+        wait_until(lambda: not cluster.processes("n1") + cluster.processes("n2"), 60, cluster.tree)
+        run("scontrol", "update", "NodeName=n4", "State=DOWN", "Reason=test")  # for which srun waits
+        wait_until(lambda: not cluster.processes("n3"), 60, cluster.tree)
+        return {way: cluster.output(job) for way, job in jobs.items()}
     finally:
         cluster.join("n4")
         cluster.run("slurmd", on="n4")
         cluster.wait_until_idle()
 
 
-ALONE = ("--ntasks-per-node=1", "--no-requeue")
-LOST = r"rank 2 was lost: the machine of worker2 on n4 gives no answer|the agent on n4 gave no sign of life"
+@pytest.mark.parametrize("way", DOWN)
+def test_a_node_that_goes_down_ends_the_others_by_name(without_n4, way):
+    """Nothing of it answers any more, and nothing is left on the others."""
+    assert re.search(LOST, without_n4[way])
+    assert "saved 3" in without_n4[way]
 
 
 def test_lists_are_those_of_scontrol(run):

@@ -301,11 +301,12 @@ def test_the_digits_are_learned_on_two_hosts(elsewhere, by_ssh, alone, tmp_path)
     assert same_curve(path, alone)
 
 
-def test_the_digits_are_learned_on_two_hosts_by_a_command(network, config, alone, tmp_path):
+def test_the_digits_are_learned_on_two_hosts_by_a_command(network, config, alone, warm_executable, tmp_path):
     path = tmp_path / "curve"
     before = [process for name in NAMES for process in network.processes(name)]
-    command = [*network.inside("launcher"), sys.executable, "-m", "torchopt_dist", "launch"]
+    command = [*network.inside("launcher"), warm_executable, "-m", "torchopt_dist", "launch"]
     command += ["--hosts", "alpha", "beta", "--nproc-per-host", "1", "--ssh-config", str(config)]
+    command += ["--python", warm_executable]
     command += ["--log-dir", str(tmp_path / "logs"), str(EXAMPLE), *arguments(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=80)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-PACKAGES = {"ray": ["ray"], "dask": ["distributed"], "monarch": ["torchmonarch"]}
+PACKAGES = {"ray": ["ray[train]"], "dask": ["distributed"], "monarch": ["torchmonarch"]}
 
 
 def main(engine: str) -> None:

@@ -236,7 +236,8 @@ class RemoteMachine(Machine):
             await self._supervisor
 
 
-_machines: dict[tuple[object, ...], asyncio.Task[RemoteMachine]] = {}
+_Key = tuple[int, str, RemoteOptions, tuple[tuple[str, str], ...]]
+_machines: dict[_Key, asyncio.Task[RemoteMachine]] = {}
 """What has been reached, or is about to be: by process, name, options, and the variables that libraries read there."""
 
 
@@ -260,15 +261,8 @@ def connect(
     """
     machines: dict[str, Machine] = {}
     errors: list[BaseException] = []
-    reached = in_loop(_reach_all(names, options, seconds)).result()
-    if options.otherwise is not None and all(isinstance(found, UnreachedError) for found in reached):
-        log.warning("%s; so %s starts what runs on the hosts", reached[0], options.otherwise)
-        options = replace(options, shell=options.otherwise, otherwise=None)
-        by_ssh, reached = reached, in_loop(_reach_all(names, options, seconds)).result()
-        if all(isinstance(found, InitializationError) for found in reached) and otherwise is None:
-            raise InitializationError("\n".join(map(str, dict.fromkeys(map(str, [*by_ssh, *reached])))))
-    elif options.otherwise is not None and any(isinstance(found, Machine) for found in reached):
-        log.info("the hosts of the job are reached by SSH")
+    reach = _reach_all if options.otherwise is None else _reach_job
+    reached = in_loop(reach(names, options, seconds)).result()
     for name, found in zip(names, reached, strict=True):
         if isinstance(found, Machine):
             machines[name] = found
@@ -281,6 +275,29 @@ def connect(
     for error in errors:
         raise error
     return machines
+
+
+async def _reach_job(
+    names: Sequence[str], by_ssh: RemoteOptions, seconds: float
+) -> list[RemoteMachine | BaseException]:
+    """Reach hosts of a job by SSH or, if it reaches none, by a command; later ones in the way that has worked."""
+    assert by_ssh.otherwise is not None
+    by_command = replace(by_ssh, shell=by_ssh.otherwise, otherwise=None)
+    ways = {options for pid, _, options, _ in _machines if pid == os.getpid()}
+    if by_command in ways:
+        return await _reach_all(names, by_command, seconds)
+    found = await _reach_all(names, by_ssh, seconds)
+    if by_ssh in ways:
+        return found
+    if any(not isinstance(each, UnreachedError) for each in found):
+        log.info("the hosts of the job are reached by SSH")
+        return found
+    log.warning("%s; so %s starts what runs on the hosts", found[0], by_ssh.otherwise)
+    second = await _reach_all(names, by_command, seconds)
+    return [
+        InitializationError(f"{first}\n{each}") if isinstance(each, InitializationError) else each
+        for first, each in zip(found, second, strict=True)
+    ]
 
 
 async def _reach_all(

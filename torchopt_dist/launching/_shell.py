@@ -113,7 +113,7 @@ class ShellConnection:
             )
         except OSError as error:
             raise InitializationError(f"{self} cannot be started here: {error.strerror}") from error
-        self._processes.append(process)
+        self._processes = [each for each in self._processes if each.returncode is None] + [process]
         return ShellProcess(process)
 
     async def open_unix_connection(self, path: str, encoding: None = None) -> Any:

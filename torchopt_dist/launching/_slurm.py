@@ -17,9 +17,9 @@ __all__ = [
     "step",
 ]
 
-KEPT = ("SLURM_CONF",)
-"""The only one of SLURM's variables that a new step gets: from the others it would take what the job was submitted
-with, such as the number of tasks on each node."""
+KEPT = ("SLURM_CONF", "SLURM_JOB_ID")
+"""Those of SLURM's variables that a new step gets: from the others it would take what the job was submitted with, such
+as the number of tasks on each node, and without the number of the job it would be a job of its own."""
 
 
 def is_in_job(env: Mapping[str, str] = os.environ) -> bool:
@@ -107,18 +107,19 @@ def step(host: str, env: Mapping[str, str] = os.environ) -> list[str]:
     groups = [expand_nodes(hosts) for hosts in _by_group("SLURM_JOB_NODELIST", env)]
     group = next((index for index, hosts in enumerate(groups) if host in hosts), 0)
     where = [f"--jobid={env['SLURM_JOB_ID']}", *([f"--het-group={group}"] if len(groups) > 1 else [])]
-    alone = ["--overlap", "--unbuffered", "--quiet", "--nodes=1", "--ntasks=1", "--mpi=none"]
+    alone = ["--overlap", "--quiet", "--nodes=1", "--ntasks=1", "--mpi=none"]
     gpus = gpus_per_host(1, env)[0]  # a step without this option has those of one task
     return ["srun", *where, *alone, *([f"--gpus={gpus}"] if gpus else []), f"--nodelist={host}"]
 
 
 def own_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for a new step of the job."""
-    return {
+    """The environment for a new step of the job, whose output comes as it is written and not line by line."""
+    kept = {
         name: value
         for name, value in env.items()
         if name in KEPT or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
     }
+    return {**kept, "SLURM_UNBUFFEREDIO": "1"}
 
 
 def _by_group(name: str, env: Mapping[str, str]) -> list[str]:
