@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torchopt_dist._network import choose_interface
 from torchopt_dist._signals import INTERRUPT
 from torchopt_dist._torch_private import finish_interpreter, leave_finalizers
+from torchopt_dist._watched_group import note_ended
 from torchopt_dist.launching._breakpoint import install as install_breakpoint
 from torchopt_dist.launching._messages import Header, Raised, Returned, Running, StartWorkers
 from torchopt_dist.launching._pickling import pack_failure, pack_value, unpack, unpack_task
@@ -59,6 +60,7 @@ def _in_process_group(func: Callable[..., T], backend: str, /, *args: Any, **kwa
     dist.init_process_group(backend)
     value = func(*args, **kwargs)
     if dist.is_initialized():  # if it raises, its process ends, and the group with it
+        note_ended()
         dist.destroy_process_group()
     return value
 
