@@ -154,8 +154,7 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     """Run a loop that is spread over ranks, and connect what it makes on all of them."""
     ranks = loop.ranks
     assert ranks is not None
-    # Views, since what replaces tensors in a loop around this one does not see calls of autograd's functions.
-    inside = [tensor.view_as(tensor) for tensor in loop.declared]
+    inside = list(loop.declared)
     in_optimizer = {id(tensor) for tensor in tensors_within(loop.optimizer)}
     # With parts of parameters, each rank has a part of what a tensor of the optimizer does.
     parts = [place for place, one in enumerate(loop.declared) if ranks.shards and id(one) in in_optimizer]
@@ -267,11 +266,8 @@ def sum_over(tree: Any, group: Any = None) -> Any:
 def _mapped(function: Any, tree: Any, group: Any, *, sums: bool = False) -> Any:
     leaves, spec = pytree.flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    # A view, since what replaces tensors in a loss sees calls of torch's functions, and not those of autograd's.
     _check_group(group)
-    made = function(
-        Ranks(_group_of(group), sums=sums), [leaves[place].view_as(leaves[place]) for place in places]
-    )
+    made = function(Ranks(_group_of(group), sums=sums), [leaves[place] for place in places])
     for place, tensor in zip(places, made, strict=True):
         leaves[place] = tensor
     return pytree.unflatten(spec, leaves)
