@@ -8,7 +8,6 @@ to hear of the others.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +26,6 @@ __all__ = [
     "PATIENCE",
     "TookTooLongError",
     "WatchedGroup",
-    "ended_ranks",
-    "note_ended",
     "registered",
     "watched_group",
 ]
@@ -220,27 +217,6 @@ def watched_group(
     if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
         backends["cuda"] = nccl_group(dist.PrefixStore("cuda", store), rank, size, own)
     return WatchedGroup(rank, size, number, backends, check, limit)
-
-
-def note_ended() -> None:
-    """Note in the store of the default group that this rank's program ends, for those that wait for it to come."""
-    world = dist.group.WORLD if dist.is_available() else None
-    if world is not None:
-        with suppress(Exception):  # the store has gone with the first rank
-            world.get_group_store().set(f"torchopt_dist/ended/{world.rank()}", "")
-
-
-atexit.register(note_ended)
-
-
-def ended_ranks(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """Those of some ranks of the default group whose programs have ended.
-
-    Args:
-        store: that of the default group, or a connection of its own to it.
-        ranks: their numbers in the default group.
-    """
-    return [rank for rank in ranks if store.check([f"torchopt_dist/ended/{rank}"])]
 
 
 def registered(ranks: Sequence[int], make: Callable[[int, int], WatchedGroup]) -> WatchedGroup:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_dist._liveness import Liveness
+from torchopt_dist._liveness import Liveness, ended_ranks
 from torchopt_dist._torch_private import outside_of_transforms, time_out_of
-from torchopt_dist._watched_group import PATIENCE, TookTooLongError, WatchedGroup, ended_ranks, watched_group
+from torchopt_dist._watched_group import PATIENCE, TookTooLongError, WatchedGroup, watched_group
 from torchopt_dist.diff.adjoints._signs import Signs, named
 from torchopt_dist.errors import CollectiveError
 
