@@ -1,17 +1,25 @@
-"""Seconds between signs of life, seconds of patience → the policy by which workers and hosts count as lost."""
+"""Seconds between signs of life, seconds of patience → the policy by which workers and hosts count as lost.
+
+Beside it, what a program that ends leaves in the store of its process group: without it a rank that never comes to the
+others would just be late.
+"""
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch.distributed as dist
+
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["Liveness"]
+__all__ = ["Liveness", "ended_ranks", "note_ended"]
 
 VARIABLE = "TODIST_LIVENESS"
 SIGNS_IN_PATIENCE = 4
@@ -85,3 +93,25 @@ def _check_seconds(name: str, seconds: Any) -> None:
         )
     if not 0 < float(seconds) < math.inf:
         raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+
+
+def note_ended() -> None:
+    """Note in the store of the default group that this rank's program ends, for those that wait for it to come."""
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is not None:
+        with suppress(Exception):  # the store has gone with the first rank
+            world.get_group_store().set(f"torchopt_dist/ended/{world.rank()}", "")
+
+
+atexit.register(note_ended)
+os.register_at_fork(after_in_child=lambda: atexit.unregister(note_ended))  # a child's end is not its parent's
+
+
+def ended_ranks(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    """Those of some ranks of the default group whose programs have ended.
+
+    Args:
+        store: that of the default group, or a connection of its own to it.
+        ranks: their numbers in the default group.
+    """
+    return [rank for rank in ranks if store.check([f"torchopt_dist/ended/{rank}"])]

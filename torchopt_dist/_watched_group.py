@@ -20,13 +20,21 @@ import torch.distributed as dist
 
 from torchopt_dist._torch_private import nccl_group
 
-__all__ = ["CONNECT_SECONDS", "LEFT_SECONDS", "PATIENCE", "WatchedGroup", "registered", "watched_group"]
+__all__ = [
+    "CONNECT_SECONDS",
+    "LEFT_SECONDS",
+    "PATIENCE",
+    "TookTooLongError",
+    "WatchedGroup",
+    "registered",
+    "watched_group",
+]
 
 BACKEND = "torchopt_dist_watched"
 LOOK = timedelta(seconds=0.5)
 """How long a member waits in a collective before it looks whether the others are still there."""
 PATIENCE = timedelta(minutes=30)
-"""The limit of a collective, which is torch's own."""
+"""The limit of a collective, if no other is given: torch's own."""
 LEFT_SECONDS = 5.0
 """How long what a member has sent may be on its way after the member has returned."""
 CONNECT_SECONDS = 60.0
@@ -46,6 +54,10 @@ _RENAMED = (
 """The names of newer versions of torch for some of a group's; a backend has the older ones."""
 
 
+class TookTooLongError(RuntimeError):
+    """A member has not come to a collective within the limit."""
+
+
 class WatchedGroup(dist.ProcessGroup):
     """A process group whose waits end when a member has failed.
 
@@ -55,13 +67,21 @@ class WatchedGroup(dist.ProcessGroup):
         number: names the group; its members have the same.
         backends: torch's group for each type of device.
         check: raises an error if a member is lost.
+        limit: of a collective.
     """
 
     def __init__(
-        self, rank: int, size: int, number: int, backends: dict[str, Any], check: Callable[[], object]
+        self,
+        rank: int,
+        size: int,
+        number: int,
+        backends: dict[str, Any],
+        check: Callable[[], object],
+        limit: timedelta = PATIENCE,
     ) -> None:
         init: Any = super().__init__
         init(rank, size)  # torch's stubs know another way only
+        self.limit = limit
         self.number = number
         self._backends = backends
         self._check = check
@@ -149,12 +169,14 @@ class _Watched(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See torch."""
-        left = timeout or PATIENCE
-        while not self._work.is_completed() and left > timedelta():
+        limit = timeout or self._group.limit
+        end = time.monotonic() + limit.total_seconds()
+        while not self._work.is_completed():
             with suppress(RuntimeError):  # also if it is only not there yet
-                return self._waited(min(LOOK, left))
-            left -= LOOK
+                return self._waited(min(LOOK, limit))
             self._group.check()
+            if time.monotonic() > end:
+                raise TookTooLongError(f"a collective has taken {limit}, the time-out of its group")
         return self._waited(LOOK)
 
     def _waited(self, limit: timedelta) -> bool:
@@ -169,7 +191,12 @@ class _Watched(dist.Work):
 
 
 def watched_group(
-    rank: int, size: int, number: int, store: dist.Store, check: Callable[[], object]
+    rank: int,
+    size: int,
+    number: int,
+    store: dist.Store,
+    check: Callable[[], object],
+    limit: timedelta = PATIENCE,
 ) -> WatchedGroup:
     """The group of which this process is the member ``rank``; all members call this at the same time.
 
@@ -179,15 +206,17 @@ def watched_group(
         number: names the group; its members have the same.
         store: where they meet; nobody else uses it.
         check: raises an error if a member is lost.
+        limit: of a collective.
     """
+    own = limit + LOOK + LOOK  # torch's errors name nobody, and NCCL's end the process
     gloo = dist.ProcessGroupGloo(
         dist.PrefixStore("cpu", store), rank, size, timedelta(seconds=CONNECT_SECONDS)
     )
-    gloo._set_default_timeout(PATIENCE)
+    gloo._set_default_timeout(own)
     backends: dict[str, Any] = {"cpu": gloo}
     if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
-        backends["cuda"] = nccl_group(dist.PrefixStore("cuda", store), rank, size, PATIENCE)
-    return WatchedGroup(rank, size, number, backends, check)
+        backends["cuda"] = nccl_group(dist.PrefixStore("cuda", store), rank, size, own)
+    return WatchedGroup(rank, size, number, backends, check, limit)
 
 
 def registered(ranks: Sequence[int], make: Callable[[int, int], WatchedGroup]) -> WatchedGroup:

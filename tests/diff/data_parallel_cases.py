@@ -186,7 +186,7 @@ CASES = [("adam", name) for name in ADJOINTS] + [
 ]
 
 
-def _second(problem: Problem, adjoint: Any, **parts: Any) -> Numbers:
+def _second(problem: Problem, adjoint: Any, third: bool = False, **parts: Any) -> Numbers:
     parallel = problem.parallel(**parts)
     made = todist.inner_loop(
         problem.loss,
@@ -200,13 +200,21 @@ def _second(problem: Problem, adjoint: Any, **parts: Any) -> Numbers:
     )
     given = [problem.decay, problem.lr]
     found = torch.autograd.grad(problem.outer(made.params), given, create_graph=True)
-    again = torch.autograd.grad(found[0] * found[1], [problem.own, *given])
+    again = torch.autograd.grad(found[0] * found[1], [problem.own, *given], create_graph=third)
+    if third:
+        again = torch.autograd.grad(again[1] * again[2], [problem.own, *given])
     return [_numbers(one) for one in [*again, made.losses]]
 
 
-def _nested(problem: Problem, adjoint: Any) -> Numbers:
-    """A loop around those of the ranks, which is no loop of ranks itself, and puts others in the places of tensors."""
+def _nested(problem: Problem, adjoint: Any, dependent: bool = False) -> Numbers:
+    """A loop around those of the ranks, which is no loop of ranks itself.
+
+    If some of its tensors depend on others, it puts others in their places, also in those of ``vary_over``.
+    """
     first = torch.tensor(0.02, dtype=torch.float64, requires_grad=True)
+    decay = problem.decay
+    if dependent:
+        problem.decay = 2 * decay
 
     def outer(rate: Tensor) -> Tensor:
         made = todist.inner_loop(
@@ -220,12 +228,14 @@ def _nested(problem: Problem, adjoint: Any) -> Numbers:
             parallel=problem.parallel(),
         )
         value = problem.outer(made.params)
-        return value if problem.size == 1 else todist.mean_over(value)
+        if problem.size == 1:
+            return value + problem.decay**3
+        return todist.mean_over(value + todist.vary_over(problem.decay) ** 3)
 
     params = tuple(problem.model.parameters())
-    meta = (problem.own, problem.decay, problem.lr, *params)
+    meta = (problem.own, decay, problem.lr, *params, *([problem.decay] if dependent else []))
     made = todist.inner_loop(outer, todist.sgd(lr=0.1), first, 2, meta=meta, adjoint=adjoint())
-    found = torch.autograd.grad(made.params, [problem.own, problem.decay, problem.lr, first])
+    found = torch.autograd.grad(made.params, [problem.own, decay, problem.lr, first])
     return [_numbers(one) for one in [*found, made.losses]]
 
 
@@ -348,6 +358,11 @@ ASKED["parameters second"] = lambda rank, size: _second(
     ADJOINTS["blocks"],
     **({"shard": "parameters"} if dist.is_initialized() else {}),
 )
+ASKED["third replayed"] = lambda rank, size: _second(Problem(rank, size), ADJOINTS["replayed"], third=True)
+for _name in ("recorded", "replayed"):
+    ASKED[f"nested {_name}, dependent"] = partial(
+        _of_problem, function=partial(_nested, dependent=True), adjoint=_name
+    )
 ASKED["parts second"] = lambda rank, size: _second(
     Problem(rank, size), ADJOINTS["replayed"], **({"shard": "state"} if dist.is_initialized() else {})
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -182,6 +184,45 @@ def alone_in_something() -> dict[str, Any]:
     made = steps_of(lambda w: ((w - x) ** 2).sum(), x, parallel=parallel)
     found["after"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
     return found
+
+
+def never_comes(to: str) -> str:
+    """Rank 1 does not come to a loop, or to its backward pass; rank 0 is told so, and both go on together."""
+    os.environ["TODIST_LIVENESS"] = "interval=0.2,patience=60"
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    impatient = todist.DataParallel(dist.new_group(timeout=timedelta(seconds=2)))
+    begun, answer = time.monotonic(), "no error"
+
+    def run() -> Any:
+        return steps_of(lambda w: ((w - x) ** 2).sum(), x, parallel=impatient)
+
+    made = None if to == "the first loop" else run()
+    if dist.get_rank() == 0:
+        try:
+            made = made if to == "backward" else run()
+            torch.autograd.grad(made.params.sum(), x)
+        except todist.errors.CollectiveError as error:
+            answer = f"{error} after {time.monotonic() - begun:.0f} s"
+    dist.barrier()
+    if to == "the first loop" and dist.get_rank() == 1:
+        try:
+            run()
+        except todist.errors.CollectiveError as error:
+            answer = str(error)
+    dist.barrier()
+    return f"{answer}; then {run().losses[0]:.1f}" if to == "the first loop" else answer
+
+
+def ends_early() -> str:
+    """Rank 1 returns before its first loop; rank 0 is told so."""
+    if dist.get_rank() == 1:
+        return "done"
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    try:
+        steps_of(lambda w: ((w - x) ** 2).sum(), x, parallel=todist.DataParallel())
+    except todist.errors.CollectiveError as error:
+        return str(error)
+    return "no error"
 
 
 def is_stopped() -> str:

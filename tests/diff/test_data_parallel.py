@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from functools import cache
 from typing import Any
@@ -130,6 +131,26 @@ def test_a_rank_that_is_stopped_is_an_error_within_the_patience() -> None:
     made = todist.launch(faults.is_stopped, nproc_per_host=2, backend="gloo")
     assert "rank 1 has given no sign of life for 1 s" in made.rank(0)
     assert "a message among the 2 ranks" in made.rank(1)
+
+
+@pytest.mark.parametrize("to", ["the first loop", "the second loop", "backward"])
+def test_a_rank_that_never_comes_is_an_error_within_the_time_out_of_the_group(to: str) -> None:
+    begun = time.monotonic()
+    made = todist.launch(faults.never_comes, (to,), nproc_per_host=2, backend="gloo")
+    assert re.search(
+        r"rank 1 has not come to .* for 0:00:02, the time-out of the process group", made.rank(0)
+    )
+    if to == "the first loop":  # which can begin again
+        assert "in vain: rank 0 raised CollectiveError: rank 1 has not come" in made.rank(1)
+        assert made.rank(0).endswith("; then 0.0")
+    assert time.monotonic() - begun < 60
+
+
+def test_a_rank_whose_program_ends_before_its_first_loop_is_an_error_at_once() -> None:
+    begun = time.monotonic()
+    made = todist.launch(faults.ends_early, nproc_per_host=2, backend="gloo")
+    assert made.rank(0) == "rank 1 has ended without coming to a loop with `parallel`"
+    assert time.monotonic() - begun < 60
 
 
 def test_dropout_differs_by_rank_and_buffers_are_each_ranks_own() -> None:

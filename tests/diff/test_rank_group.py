@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 import torchopt_dist as todist
 from torchopt_dist._watched_group import WatchedGroup
-from torchopt_dist.diff.adjoints._rank_group import RankGroup, Signs
+from torchopt_dist.diff.adjoints._rank_group import RankGroup
+from torchopt_dist.diff.adjoints._signs import Signs
 
 QUICK = todist.Liveness(interval=0.02, patience=0.1)
 
@@ -76,10 +78,54 @@ def test_a_rank_that_does_not_come_to_a_loop_is_named() -> None:
             RuntimeWarning, match=r"rank 1 has not come to a loop .* for 0\.1 s, and rank 0 waits"
         ):
             assert waited_for(lambda: time.sleep(0.05) or one.check() or one._waits_since is None)
-    with other.coming(), one.coming(), pytest.warns(RuntimeWarning, match="rank 1 has not come"):
-        assert waited_for(lambda: one.check() or one._waits_since is None)  # to the second one
-    with other.coming(), other.coming(), one.coming():  # now it has
+    for signs in (one, other):
+        with signs.coming():
+            signs.begin_message()
+    with one.coming():
+        one.begin_message()
+        with pytest.warns(RuntimeWarning, match="rank 1 has not come"):  # to the second one
+            assert waited_for(lambda: one.check() or one._waits_since is None)
+    with other.coming(), one.coming():
+        other.begin_message()  # now it has
         assert waited_for(lambda: one.check() or one._waits_since is None)
+
+
+def test_a_rank_that_never_comes_to_the_first_loop_is_an_error() -> None:
+    store, limit = dist.HashStore(), timedelta(seconds=0.3)
+    patient = todist.Liveness(interval=0.02, patience=60)
+    ones = [Signs(store, rank, 3, patient) for rank in range(3)]
+    with pytest.raises(todist.errors.CollectiveError, match="rank 2 has ended without coming to a loop"):
+        ones[0].await_all(timedelta(hours=1), lambda: [2])
+    threading.Timer(0.1, ones[1]._give).start()
+    with pytest.raises(
+        todist.errors.CollectiveError,
+        match=r"rank 2 has not come to a loop with `parallel` for 0:00:00.3\d*, the time-out of the process group",
+    ):
+        ones[0].await_all(limit, list)
+    with pytest.raises(todist.errors.CollectiveError, match=r"in vain: rank 0 raised .* rank 2 has not come"):
+        ones[2].await_all(limit, list)  # who comes late
+
+
+def test_a_rank_that_does_not_come_to_a_message_is_named() -> None:
+    store, quick = dist.HashStore(), todist.Liveness(interval=0.02, patience=60)
+    work = SimpleNamespace(wait=nothing, is_completed=lambda: False)
+    nccl = SimpleNamespace(allreduce=lambda tensors: work, abort=nothing)
+    ones = [Signs(store, rank, 3, quick) for rank in range(3)]
+    limit = timedelta(seconds=0.3)
+    group = WatchedGroup(0, 3, 0, {"cuda": nccl, "cpu": nccl}, ones[0].check, limit)
+    ranks, flat = RankGroup(group, ones[0]), SimpleNamespace(is_cuda=True)
+    for signs in ones:
+        signs.watch(nothing)
+    ones[1].begin_message()
+    with (
+        pytest.raises(todist.errors.CollectiveError, match=r"rank 2 has not come to it for 0:00:00.3"),
+        ranks.failing(),
+    ):
+        ranks.all_reduce(cast("Any", flat))
+    for signs in ones:
+        signs.end()
+    assert not ranks.is_open
+    assert "rank 2 has not come" in ones[2].errors()[0]
 
 
 def test_an_error_is_left_for_the_others() -> None:

@@ -403,3 +403,15 @@ def test_a_part_of_a_loss_in_torchscript_takes_no_tangents_and_is_recorded():
     w = torch.tensor([0.5, -0.3], dtype=D, requires_grad=True)
     adjoint = todist.Replayed(snapshots=1, sweep="forward")
     agree(both(lambda w: program.part(w, m), w, 4, ins=[w, m], replayed=adjoint, meta=m))
+
+
+def test_no_steps_have_derivatives_of_every_order():
+    w = torch.tensor([2.0, 3.0], dtype=D, requires_grad=True)
+    x = torch.ones(2, dtype=D, requires_grad=True)
+    made = todist.inner_loop(
+        lambda w: ((w - x) ** 2).sum(), todist.sgd(lr=0.1), w, 0, meta=x, adjoint=todist.Replayed()
+    )
+    (first,) = torch.autograd.grad((made.params**3).sum(), w, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), w)
+    assert first.tolist() == [12, 27]
+    assert second.tolist() == [12, 18]

@@ -1,4 +1,4 @@
-"""Two ranks learn the weights that one learns, and each keeps half of the history."""
+"""Two ranks learn the weights of sources that one learns, which tell clean ones from others, in less memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ NUMBER = r"-?\d+\.\d+"
 
 def test_two_ranks_learn_what_one_learns_in_less_memory(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "curves.png"
-    short = ["--ranks", 1, 2, "--steps", 24, "--meta-steps", 2, "--sequences", 16]
+    short = ["--ranks", 1, 2, "--steps", 60, "--meta-steps", 3]
     printed = run_python(EXAMPLE, *short, "--output", picture)
-    pattern = rf"(\d) rank\(s\) .* ({NUMBER}) -> ({NUMBER}), .* ones ({NUMBER}), .* others ({NUMBER}), peak ({NUMBER})"
+    weights = ", ".join(rf"{name} ({NUMBER})" for name in ("clean", "typos", "shuffled", "random"))
+    pattern = rf"(\d) rank\(s\) .* ({NUMBER}) -> ({NUMBER}) .*, weights: {weights}, peak ({NUMBER})"
     one, two = ([float(x) for x in found] for found in re.findall(pattern, printed))
     assert one[:1] + two[:1] == [1, 2]
-    assert two[1:5] == pytest.approx(one[1:5], abs=2e-6)
-    assert one[2] < one[1]
-    assert two[5] < 0.8 * one[5]
+    assert two[1:7] == pytest.approx(one[1:7], abs=2e-6)
+    assert one[2] < one[1] - 0.3
+    clean, typos, shuffled, random = one[3:7]
+    assert clean > 5 * max(shuffled, random)
+    assert clean >= typos > max(shuffled, random)
+    assert two[7] < 0.8 * one[7]
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -41,6 +41,29 @@ def test_a_future_raises_what_its_object_says_unless_that_is_hidden(hide: bool) 
         future.wait()
 
 
+def test_the_time_out_of_a_group_is_another_one_where_it_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, otherwise = dist.HashStore(), timedelta(hours=1)
+    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=7))
+
+    class Group:
+        _device_types = (torch.device("cpu"), torch.device("cuda"))
+
+        def _get_backend(self, device: torch.device) -> Any:
+            if device.type == "cuda":
+                raise RuntimeError("no such backend")
+            return gloo
+
+    group: Any = Group()
+    assert private.time_out_of(group, otherwise) == timedelta(seconds=7)
+    with monkeypatch.context() as hidden:
+        hidden.delattr(Group, "_get_backend")
+        assert private.time_out_of(group, otherwise) == otherwise
+    monkeypatch.delattr(Group, "_device_types")
+    assert private.time_out_of(group, otherwise) == otherwise
+
+
 def test_a_process_without_rpc_has_contexts_of_distributed_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch._C._distributed_autograd, "_init", asked.append)

@@ -60,6 +60,7 @@ from torchopt_dist._torch_private.rpc import (
     set_default_rpc_timeout,
     set_failure,
     tensorpipe_options_with_sockets,
+    time_out_of,
 )
 from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run
 from torchopt_dist._torch_private.transforms import (
@@ -129,6 +130,7 @@ __all__ = [
     "tensor_version",
     "tensorpipe_options_with_sockets",
     "tensors_entering",
+    "time_out_of",
     "traced_samples",
     "tracing_gradients",
     "transform_level",

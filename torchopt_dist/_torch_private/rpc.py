@@ -94,6 +94,20 @@ def nccl_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
+def time_out_of(group: dist.ProcessGroup, otherwise: timedelta) -> timedelta:
+    """How long a collective of a process group may take; the shortest, if that differs by the type of device.
+
+    Args:
+        group: the process group.
+        otherwise: without the names, and for a backend that does not tell.
+    """
+    found = []
+    for device in getattr(group, "_device_types", ()):
+        with suppress(AttributeError, RuntimeError, TypeError):
+            found.append(group._get_backend(device).options._timeout)
+    return min((one for one in found if isinstance(one, timedelta)), default=otherwise)
+
+
 def tensorpipe_options_with_sockets() -> rpc.TensorPipeRpcBackendOptions:
     """Options of an RPC group whose workers speak through sockets only, not through shared memory.
 

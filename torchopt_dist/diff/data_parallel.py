@@ -45,8 +45,9 @@ class DataParallel:
 
     If a rank raises an error in the loop or in the backward pass of its steps, or dies, the others get an error at
     once; if it is stopped or cannot be reached, after the patience of :class:`~torchopt_dist.Liveness` in the variable
-    ``TODIST_LIVENESS``. A rank that just does not come to a loop is waited for, half an hour at most; a
-    ``RuntimeWarning`` names it after the patience.
+    ``TODIST_LIVENESS``. A rank that lives and does not come to a loop, or to its backward pass, may just be late: a
+    ``RuntimeWarning`` names it after the patience, and the others get an error after the time-out of the process group,
+    which is the ``timeout`` of ``init_process_group`` or ``new_group``.
 
     Args:
         group: a process group, a ``DeviceMesh`` of one dimension, or a :func:`~torchopt_dist.team`; the default group,
@@ -69,8 +70,8 @@ class DataParallel:
             ranks have different parameters, meta tensors, steps or optimizers; ``own`` has a tensor that is not in
             ``meta``, or that the optimizer uses; with ``shard``, the optimizer or the adjoint is another one,
             ``meta`` has a tensor of the optimizer, or the loss uses a parameter of a block outside of it.
-        CollectiveError: from ``inner_loop`` and from the backward pass: a rank has died, was stopped, or has raised an
-            error, whose text is in the message.
+        CollectiveError: from ``inner_loop`` and from the backward pass: a rank has died, was stopped, has raised an
+            error, whose text is in the message, or has not come within the time-out of the process group.
 
     Example:
         >>> adapted = todist.inner_loop(  # doctest: +SKIP
@@ -153,8 +154,7 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     """Run a loop that is spread over ranks, and connect what it makes on all of them."""
     ranks = loop.ranks
     assert ranks is not None
-    # Views, since what replaces tensors in a loop around this one does not see calls of autograd's functions.
-    inside = [tensor.view_as(tensor) for tensor in loop.declared]
+    inside = list(loop.declared)
     in_optimizer = {id(tensor) for tensor in tensors_within(loop.optimizer)}
     # With parts of parameters, each rank has a part of what a tensor of the optimizer does.
     parts = [place for place, one in enumerate(loop.declared) if ranks.shards and id(one) in in_optimizer]
@@ -266,18 +266,16 @@ def sum_over(tree: Any, group: Any = None) -> Any:
 def _mapped(function: Any, tree: Any, group: Any, *, sums: bool = False) -> Any:
     leaves, spec = pytree.flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    # A view, since what replaces tensors in a loss sees calls of torch's functions, and not those of autograd's.
     _check_group(group)
-    made = function(
-        Ranks(_group_of(group), sums=sums), [leaves[place].view_as(leaves[place]) for place in places]
-    )
+    made = function(Ranks(_group_of(group), sums=sums), [leaves[place] for place in places])
     for place, tensor in zip(places, made, strict=True):
         leaves[place] = tensor
     return pytree.unflatten(spec, leaves)
 
 
-_groups: weakref.WeakKeyDictionary[Any, RankGroup] = weakref.WeakKeyDictionary()
-"""For each group of the caller's the one in which its ranks run loops, so that other uses of it do not mix in."""
+_groups: weakref.WeakKeyDictionary[Any, tuple[RankGroup | None, int]] = weakref.WeakKeyDictionary()
+"""For each group of the caller's the one in which its ranks run loops, so that other uses of it do not mix in; and how
+many such groups there were."""
 
 
 def _check_group(group: Any) -> None:
@@ -304,7 +302,9 @@ def _group_of(group: Any) -> RankGroup:
     if isinstance(group, dist.device_mesh.DeviceMesh):
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
-    known = _groups.get(group)
+    known, number = _groups.get(group, (None, 0))
     if known is None or not known.is_open:  # an error closes it on all ranks
-        known = _groups[group] = group_for_loops(group, 0 if known is None else known.number + 1)
+        _groups[group] = None, number + 1
+        known = group_for_loops(group, number)
+        _groups[group] = known, number + 1
     return known

@@ -17,6 +17,7 @@ import setproctitle
 import torch
 import torch.distributed as dist
 
+from torchopt_dist._liveness import note_ended
 from torchopt_dist._network import choose_interface
 from torchopt_dist._signals import INTERRUPT
 from torchopt_dist._torch_private import finish_interpreter, leave_finalizers
@@ -59,6 +60,7 @@ def _in_process_group(func: Callable[..., T], backend: str, /, *args: Any, **kwa
     dist.init_process_group(backend)
     value = func(*args, **kwargs)
     if dist.is_initialized():  # if it raises, its process ends, and the group with it
+        note_ended()
         dist.destroy_process_group()
     return value
 

@@ -83,7 +83,7 @@ class Ranks:
             shapes: of the zeros; as in the first step, if not given.
         """
         if self.used is None:
-            of_each = self.group.exchanged([None if grad is None else tuple(grad.shape) for grad in grads])
+            of_each = self.group.agreed([None if grad is None else tuple(grad.shape) for grad in grads])
             found = [{shape for shape in ones if shape is not None} for ones in zip(*of_each, strict=True)]
             if wrong := [place for place, these in enumerate(found) if len(these) > 1]:
                 raise ValueError(

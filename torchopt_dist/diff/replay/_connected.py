@@ -109,7 +109,7 @@ def _pulled(
     """Gradients of a loop's outputs → of its inputs, connected to both."""
     assert tape.outcome is not None
     if not tape.outcome.losses:
-        return tape.record(tensors, bars)
+        return [*bars[:-1], *[None] * (1 + len(tensors) - len(bars))]  # no step has moved anything
     trail: Trail = []
     kept = tape.kept.copy()
     with torch.no_grad():  # and not in `forward` of the node, as above
@@ -150,5 +150,5 @@ class _Pull(torch.autograd.Function):
             "second one is taken: the derivatives are the same, memory is that of todist.Recorded()",
             stacklevel=2,
         )
-        found = ctx.tape.record(given[: ctx.count], given[ctx.count :], cots)
+        found = ctx.tape.record_twice(given[: ctx.count], given[ctx.count :], cots)
         return None, None, None, None, *found

@@ -253,5 +253,8 @@ class StepGradient:
 
     def undeclared(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Leaves that require grad, on which outputs depend, and that are neither inputs nor declared."""
-        nodes = nodes_between(outputs, [*inputs, *self._declared])
-        return [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
+        given = [*inputs, *self._declared]
+        known = {id(one) for one in given}
+        nodes = nodes_between(outputs, [one for one in given if one.grad_fn is not None])  # others are leaves
+        found = [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
+        return [leaf for leaf in found if id(leaf) not in known]

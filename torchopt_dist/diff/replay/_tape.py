@@ -280,45 +280,40 @@ class Tape:
         grads, buffers = gradient
         return Evaluation(carry.params[0], None, grads, buffers)
 
-    def record(
-        self,
-        tensors: Sequence[Tensor],
-        bars: Sequence[OptionalTensor],
-        cots: Sequence[OptionalTensor] | None = None,
+    def record_twice(
+        self, tensors: Sequence[Tensor], bars: Sequence[OptionalTensor], cots: Sequence[OptionalTensor]
     ) -> list[OptionalTensor]:
-        """As :meth:`pull`, by recording all steps, so that the gradients have derivatives of every order.
+        """As :meth:`pull_twice`, by recording all steps, so that the gradients have derivatives of every order.
 
         Args:
             tensors: the inputs.
             bars: gradients of the outputs.
-            cots: if given, gradients of what :meth:`pull` finds: then what is found is what :meth:`pull_twice` does.
+            cots: gradients of what :meth:`pull` finds.
         """
         assert self.outcome is not None
         inputs = self.inputs
-        own = {id(tensor): tensor for tensor in differentiable(inputs)}
+        given = {id(old): new for old, new in zip(inputs, tensors, strict=True)}
+        own = {id(tensor): given[id(tensor)].view_as(given[id(tensor)]) for tensor in differentiable(inputs)}
         with self._contexts():
-            loop = self.loop.uncompiled().without_stop()
-            if loop.others is not None or loop.joined is not None or cots is not None:
-                given = {id(old): new for old, new in zip(inputs, tensors, strict=True)}
-                own = {name: given[name].view_as(given[name]) for name in own}
-                loop = replace(loop, others=None)
-                loop = loop.with_tensors([own[id(tensor)] for tensor in loop.tensors])
+            loop = replace(self.loop.uncompiled().without_stop(), others=None)
+            loop = loop.with_tensors([own[id(tensor)] for tensor in loop.tensors])
             loop = replace(loop, first=loop.first._replace(state=filled(loop.first.state)))
-            if cots is not None:  # of the gradients alone, not of what they were made of, too
-                bars = [None if bar is None else bar.view_as(bar) for bar in bars]
+            # Views: of the gradients alone, not of what they were made of, too.
+            bars = [None if bar is None else bar.view_as(bar) for bar in bars]
             outcome = loop.run(loop.recorded_step, loop.first, end=len(self.outcome.losses))
             outputs = [*self._gradient.outputs(outcome.carry), torch.stack(outcome.losses)]
-            found = pulled_back(outputs, bars, list(own.values()), create_graph=True)
-            names = [*own]
-            if cots is not None:
-                by_id = dict(zip(own, found, strict=True))
-                pulled = [by_id.pop(id(tensor), None) for tensor in inputs]
-                there = {place: bar for place, bar in enumerate(bars) if bar is not None}
-                found = pulled_back(pulled, cots, [*own.values(), *there.values()], create_graph=True)
-                of_bars = dict(zip(there, found[len(own) :], strict=True))
-        by_id = dict(zip(names, found, strict=False))
-        more = [] if cots is None else [of_bars.get(place) for place in range(len(bars))]
-        return [*(by_id.pop(id(tensor), None) for tensor in inputs), *more]
+            by_id = dict(
+                zip(own, pulled_back(outputs, bars, list(own.values()), create_graph=True), strict=True)
+            )
+            pulled = [by_id.pop(id(tensor), None) for tensor in inputs]
+            there = {place: bar for place, bar in enumerate(bars) if bar is not None}
+            found = pulled_back(pulled, cots, [*own.values(), *there.values()], create_graph=True)
+        by_id = dict(zip(own, found[: len(own)], strict=True))
+        of_bars = dict(zip(there, found[len(own) :], strict=True))
+        return [
+            *(by_id.pop(id(tensor), None) for tensor in inputs),
+            *(of_bars.get(place) for place in range(len(bars))),
+        ]
 
 
 def _the_same(value: T) -> T:

@@ -1,0 +1,179 @@
+"""The ranks of a group, its store → signs of life, and who is silent, has not come, or has raised an error."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torchopt_dist._liveness import Liveness
+from torchopt_dist.errors import CollectiveError
+
+__all__ = ["Signs", "named"]
+
+_LOOP = "a loop with `parallel`"
+
+
+class Signs:
+    """Signs of life of the ranks of a group, in its store.
+
+    Args:
+        store: of these ranks.
+        rank: of this process.
+        size: the number of ranks.
+        liveness: after how long a silent rank counts as lost. It is counted in looks, so that a time in which this
+            process was stopped itself does not count.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, liveness: Liveness) -> None:
+        self.interval = liveness.between_signs
+        self.patience = max(1, round(liveness.patience / self.interval))
+        self._seconds = liveness.patience
+        self.lost: str | None = None
+        """What is known of a rank that is lost."""
+        self._store, self._rank, self._size = store, rank, size
+        self._others = [other for other in range(size) if other != rank]
+        self._ended = threading.Event()
+        self._looks = self._seen = self._slices = self.messages = 0
+        self._counted = 0.0
+        self._waits_since: float | None = None
+
+    def watch(self, on_loss: Callable[[], None]) -> None:
+        """Give signs and look at those of the others, in a thread; call a function when a rank is lost."""
+        if self._others:
+            thread = threading.Thread(
+                target=self._watch, args=(on_loss,), name="todist signs of life", daemon=True
+            )
+            thread.start()
+
+    def end(self) -> None:
+        """Give no more signs."""
+        self._ended.set()
+
+    def note_error(self, text: str) -> None:
+        """Leave the text of an error of this rank for the others."""
+        with contextlib.suppress(Exception):  # the store has gone with the first rank
+            self._store.set(f"error/{self._rank}", text)
+
+    def errors(self) -> list[str]:
+        """The errors that ranks have left."""
+        found = []
+        with contextlib.suppress(Exception):
+            for rank in range(self._size):
+                if self._store.check([f"error/{rank}"]):
+                    text = self._store.get(f"error/{rank}").decode(errors="replace")
+                    found.append(f"rank {rank} raised {text}")
+        return found
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """A context in which this rank waits for the others where a loop, or its backward pass, begins."""
+        self._waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waits_since = None
+
+    def begin_message(self) -> None:
+        """Note that this rank comes to its next message."""
+        self.messages += 1
+        if self._waits_since is not None:
+            with contextlib.suppress(Exception):  # who sends a message then is told
+                self._give()
+
+    def await_all(self, limit: timedelta, ended: Callable[[], Sequence[int]]) -> None:
+        """Wait until all ranks have come to the first loop.
+
+        Args:
+            limit: for how long at most.
+            ended: tells the ranks whose programs have ended.
+
+        Raises:
+            CollectiveError: one has ended, or has not come within the limit, or another one has waited as long.
+        """
+        end, pause = time.monotonic() + limit.total_seconds(), 0.001
+        with self.coming():
+            try:
+                self._give()
+                while (known := self.errors()) or (missing := self.missing()):
+                    if known:
+                        raise CollectiveError(
+                            f"rank {self._rank} comes to {_LOOP} in vain: {'; '.join(known)}"
+                        )
+                    if gone := sorted({*missing} & {*ended()}):
+                        raise CollectiveError(f"{named(gone)} ended without coming to {_LOOP}")
+                    if time.monotonic() > end:
+                        text = f"{named(missing)} not come to {_LOOP} for {limit}, the time-out of the process group"
+                        self.note_error(f"CollectiveError: {text}")
+                        raise CollectiveError(text)
+                    self.check()
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.1)
+            except CollectiveError:
+                raise
+            except RuntimeError as error:
+                raise CollectiveError(f"the store of the process group gives no answer: {error}") from error
+
+    def check(self) -> None:
+        """Raise an error if a rank is lost; warn of one that does not come to the loop. Called again and again."""
+        now = time.monotonic()
+        if self._looks and now - self._counted > self.interval:
+            self._counted = now
+            self._slices = self._slices + 1 if self._looks == self._seen else 0
+            self._seen = self._looks
+            if self._slices > 2 * self.patience:
+                self.lost = "the store of the process group gives no answer"
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
+        if self._waits_since is not None and now - self._waits_since > self._seconds:
+            self._waits_since = None  # once is enough
+            if missing := self.missing():
+                warnings.warn(
+                    f"{named(missing)} not come to {_LOOP}, or to its backward pass, for {self._seconds:g} s, and "
+                    f"rank {self._rank} waits there: all ranks of its group must run the same loops, and their "
+                    "backward passes, in one order",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def missing(self) -> list[int]:
+        """The ranks that are not at this message yet."""
+        return [rank for rank in self._others if self._messages_of(rank) < self.messages]
+
+    def _messages_of(self, rank: int) -> int:
+        name = f"sign/{rank}"
+        return int(self._store.get(name).split()[1]) if self._store.check([name]) else -1
+
+    def _give(self) -> None:
+        """Give a sign of life: how often this rank has looked, and how many messages it has sent."""
+        self._store.set(f"sign/{self._rank}", f"{self._looks} {self.messages}")
+
+    def _watch(self, on_loss: Callable[[], None]) -> None:
+        last: dict[int, bytes] = {}
+        silent = dict.fromkeys(self._others, 0)
+        with contextlib.suppress(Exception):  # the store has gone with the first rank
+            while not self._ended.wait(self.interval):
+                self._looks += 1
+                self._give()
+                for rank in self._others:
+                    name = f"sign/{rank}"
+                    sign = self._store.get(name) if self._store.check([name]) else b""
+                    silent[rank] = silent[rank] + 1 if sign == last.get(rank, b"") else 0
+                    last[rank] = sign
+                    if silent[rank] >= self.patience and self.lost is None:
+                        self.lost = (
+                            f"rank {rank} has given no sign of life for {self._seconds:g} s: it was stopped, its "
+                            "machine cannot be reached, or its program has ended"
+                        )
+                        on_loss()
+
+
+def named(numbers: list[int]) -> str:
+    """Ranks as the subject of a sentence."""
+    listed = ", ".join(map(str, numbers))
+    return f"ranks {listed} have" if len(numbers) > 1 else f"rank {listed} has"
