@@ -89,7 +89,7 @@ ROWS = (
         "a copy of `θ` and the state",
     ),
     Row(
-        todist.Implicit(DAMPED),
+        todist.Implicit(DAMPED, not_converged="ignore"),
         "`Implicit(solver)`",
         "20 iterations of CG",
         "`-(∂²L/∂meta∂θ) H⁻¹ c` at a stationary point",

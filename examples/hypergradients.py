@@ -82,8 +82,8 @@ def problem(seed: int) -> Problem:
 def estimates(iterations: int, lr: float) -> dict[str, tuple[int, Any]]:
     """By name: the number of steps, and the adjoint."""
     options: Any = {"maxiter": iterations, "rtol": 1e-15, "not_converged": "ignore"}
-    fixed_point = todist.Implicit(linear_solve.solve_neumann(alpha=lr, **options))
-    conjugate = todist.Implicit(linear_solve.solve_cg(**options))
+    fixed_point = todist.Implicit(linear_solve.solve_neumann(alpha=lr, **options), not_converged="ignore")
+    conjugate = todist.Implicit(linear_solve.solve_cg(**options), not_converged="ignore")
     return {
         "ITD": (iterations, todist.Recorded()),
         "AID-FP": (iterations, fixed_point),

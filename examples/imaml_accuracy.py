@@ -112,7 +112,8 @@ def peak_memory(meta_gradient: Callable[[], Any]) -> int:
 
 
 def implicit(products: int) -> todist.Implicit:
-    return todist.Implicit(linear_solve.solve_cg(maxiter=products, rtol=1e-15, not_converged="ignore"))
+    solver = linear_solve.solve_cg(maxiter=products, rtol=1e-15, not_converged="ignore")
+    return todist.Implicit(solver, not_converged="ignore")
 
 
 METHODS = {

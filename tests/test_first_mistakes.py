@@ -13,6 +13,7 @@ import torchopt_dist as todist
 from torchopt_dist.distributed.parallelize import CallKwargs
 
 NET = torch.nn.Linear(2, 1)
+SAMPLER = todist.data.TaskSampler((torch.ones(4, 1), torch.arange(4) % 2), ways=2, shots=1, queries=1)
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: todist.parallelize(todist.mean_reducer),
@@ -82,6 +83,21 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         lambda: todist.launch(len, ([],), time_out=2),
         "launch got an unexpected keyword argument 'time_out': did you mean `timeout`?",
     ),
+    (
+        lambda: todist.Launcher(nproc_per_host=1).run(len, args=([],)),  # type: ignore[call-arg]
+        "`run(func, *args, **kwargs)` hands its arguments on to `func`, and len takes no 'args': write `run(len, x, "
+        "name=y)`, or `launch(len, (x,), {'name': y}, ...)`",
+    ),
+    (
+        lambda: todist.Launcher(nproc_per_host=1).run(len, [], timeout=3.0),  # type: ignore[call-arg]
+        "`run(func, *args, **kwargs)` hands its arguments on to `func`, and len takes no 'timeout': an option is given "
+        "to the launcher, `Launcher(timeout=...).run(len, ...)`",
+    ),
+    (
+        lambda: SAMPLER.batch(4),  # type: ignore[arg-type]
+        "`indices` must be the indices of the tasks, got int 4: the first four are `batch(range(4))`, and task i alone "
+        "is `sampler[i]`",
+    ),
 ]
 
 
@@ -100,10 +116,19 @@ def test_meta_optimizers_say_why_they_have_no_zero_grad() -> None:
         optimizer.zero_grad()
     with pytest.raises(AttributeError, match=r"^'MetaSGD' object has no attribute 'zero'$"):
         optimizer.zero()
+    with pytest.raises(
+        AttributeError, match=r"torch's schedulers refuse it: give a schedule, `MetaSGD\(module, lr="
+    ):
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 def first(x: torch.Tensor) -> torch.Tensor:
     return x[0]
+
+
+def squares(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = net(x)
+    return y.square().mean()
 
 
 CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -121,6 +146,33 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: todist.parallelize(first)(torch.ones(2)),  # type: ignore[arg-type, type-var]
         TypeError,
         "got Tensor tensor([1., 1.]); `first` became its partitioner: write `parallelize()(first)`",
+    ),
+    (
+        lambda: todist.remote_sync_call(len, torch.ones(2)),  # type: ignore[call-arg]
+        TypeError,
+        "has one argument without a name, got 2: write `remote_sync_call(len, args=(x,), partitioner=1)`",
+    ),
+    (
+        lambda: todist.remote_async_call(0, len, torch.ones(2)),  # type: ignore[call-arg, arg-type]
+        TypeError,
+        "got 3, and its first one is the function, not 0: write `remote_async_call(len, args=(x,), partitioner=1)`",
+    ),
+    (
+        lambda: todist.remote_call(len, torch.ones(2, 2)),  # type: ignore[arg-type]
+        TypeError,
+        "must be a rank or a name, got Tensor tensor([[1., 1.], [1., 1.]]): write `remote_call(len, 1, x)`",
+    ),
+    (
+        lambda: todist.map([[1], [2]], len),  # type: ignore[arg-type]
+        TypeError,
+        "map(func, items) takes the function first, got list: write map(len, items)",
+    ),
+    (
+        lambda: todist.parallelize(todist.tasks, todist.mean_reducer, vectorize=True)(squares)(
+            torch.nn.BatchNorm1d(2), torch.ones(2, 4, 2)
+        ),
+        RuntimeError,
+        'update running statistics of a module that they share: write `buffers="mean"` beside it',
     ),
     (
         lambda: todist.remote_sync_call(first, args=(torch.ones(2),), partitoner=0),  # type: ignore[call-arg]
@@ -217,3 +269,123 @@ def test_a_second_derivative_of_an_estimate_is_refused_where_one_asks_for_it_alo
     (grad,) = torch.autograd.grad((adapted.params**2).sum(), w, create_graph=True)
     with pytest.raises(NotImplementedError, match="cannot be differentiated itself"):
         torch.autograd.grad(grad.sum(), w, allow_unused=True)
+
+
+ESTIMATES = [
+    todist.Implicit(),
+    todist.FiniteDifference(),
+    todist.SAMA(),
+    todist.EvolutionStrategies(2, 0.1),
+    todist.PersistentEvolutionStrategies(2, 0.1, unroll=2),
+]
+
+
+@pytest.mark.parametrize("adjoint", ESTIMATES, ids=lambda adjoint: type(adjoint).__name__)
+def test_a_loop_without_meta_whose_adjoint_gives_the_first_parameters_no_gradient_is_told(
+    adjoint: Any,
+) -> None:
+    def adapted(**options: Any) -> None:
+        todist.inner_loop(
+            lambda net: net(torch.ones(2)).square().sum(),
+            todist.sgd(lr=0.1),
+            NET,
+            2,
+            adjoint=adjoint,
+            **options,
+        )
+
+    with pytest.warns(UserWarning, match=rf"`{type(adjoint).__name__}\(\)` gives one only to .* in `meta`"):
+        adapted()
+    with torch.no_grad():
+        adapted()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    "adjoint",
+    [todist.Recorded(), todist.Replayed(), *ESTIMATES],
+    ids=lambda adjoint: type(adjoint).__name__,
+)
+def test_a_tensor_of_meta_that_the_loss_does_not_use_gets_no_gradient(adjoint: Any, graph: bool) -> None:
+    w, used, unused = (torch.tensor([value], requires_grad=True) for value in (1.0, 3.0, 5.0))
+    adapted = todist.inner_loop(
+        lambda w: ((w - used) ** 2).sum(), todist.sgd(lr=0.25), w, 20, meta=(used, unused), adjoint=adjoint
+    ).params
+    if isinstance(adjoint, todist.Implicit):
+        with pytest.warns(
+            UserWarning, match=r"no gradient to a tensor of shape \(1,\): .* iMAML add the distance"
+        ):
+            found = torch.autograd.grad(adapted.sum(), (used, unused), allow_unused=True, create_graph=graph)
+    else:
+        found = torch.autograd.grad(adapted.sum(), (used, unused), allow_unused=True, create_graph=graph)
+    assert found[0] is not None
+    assert found[0].abs().sum() > 0
+    assert found[1] is None
+
+
+def test_imaml_without_its_proximity_term_is_told_once_for_each_parameter() -> None:
+    def outer(proximity: float | None) -> torch.Tensor:
+        net = torch.nn.Linear(2, 1)
+
+        def loss(own: torch.nn.Module) -> torch.Tensor:
+            fit: torch.Tensor = (own(torch.eye(2)) - 1).square().sum()
+            if proximity is None:
+                return fit + sum(p.square().sum() for p in own.parameters())
+            pairs = zip(own.parameters(), net.parameters(), strict=True)
+            return fit + proximity * sum((a - b).square().sum() for a, b in pairs)
+
+        adapted = todist.inner_loop(loss, todist.sgd(lr=0.1), net, 100, meta=net, adjoint=todist.Implicit())
+        result: torch.Tensor = adapted.params(torch.ones(2)).sum()
+        result.backward()
+        return net.weight.grad  # type: ignore[return-value]
+
+    with pytest.warns(UserWarning, match=r"of shape \(1, 2\) and one of shape \(1,\)"):
+        assert outer(None) is None
+    assert outer(1.0).abs().sum() > 0
+
+
+@pytest.mark.parametrize("vectorized", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_implicit_far_from_a_minimum_is_told(vectorized: bool, graph: bool) -> None:
+    x = torch.randn(3, 10, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.ones(10, dtype=torch.float64, requires_grad=True)
+
+    def gradient(steps: int, **options: Any) -> torch.Tensor:
+        def outer(x: torch.Tensor) -> torch.Tensor:
+            result = todist.inner_loop(
+                lambda w: (weights * (x @ w - 1) ** 2).mean() + w.square().sum(),
+                todist.sgd(lr=0.1),
+                torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True),
+                steps,
+                meta=weights,
+                adjoint=todist.Implicit(**options),
+            )
+            total: torch.Tensor = result.params.sum()
+            return total
+
+        total = torch.vmap(outer)(x).sum() if vectorized else outer(x[0])
+        (found,) = torch.autograd.grad(total, weights, create_graph=graph)
+        return found
+
+    near = gradient(300)
+    with pytest.warns(
+        todist.linear_solve.ConvergenceWarning, match=r"far from one: the loss's gradient has norm \d"
+    ):
+        far = gradient(2)
+    assert (far - near).norm() > 0.2 * near.norm()
+    assert torch.equal(gradient(2, not_converged="ignore"), far)
+    with pytest.raises(torch.linalg.LinAlgError, match=r"Take more steps or a larger rate"):
+        gradient(2, not_converged="raise")
+
+
+def test_a_loop_that_begins_at_the_minimum_is_not_accused() -> None:
+    scale = torch.tensor(1.0, requires_grad=True)
+    adapted = todist.inner_loop(
+        lambda w: ((w - 2 * scale) ** 2).sum(),
+        todist.sgd(lr=0.1),
+        torch.tensor([2.0], requires_grad=True),
+        1,
+        meta=scale,
+        adjoint=todist.Implicit(),
+    )
+    assert torch.autograd.grad(adapted.params.sum(), scale)[0].item() == pytest.approx(2.0)

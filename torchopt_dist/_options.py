@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar, cast
 
-__all__ = ["check_options", "close_to"]
+__all__ = ["check_options", "close_to", "only_the_function"]
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def check_options(function: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -27,3 +31,26 @@ def close_to(name: str, known: Collection[str]) -> str:
     """``": did you mean `x`?"``, if a known name resembles it; else nothing."""
     meant = difflib.get_close_matches(name, known, n=1)
     return f": did you mean `{meant[0]}`?" if meant else ""
+
+
+def only_the_function(call: FunctionT) -> FunctionT:
+    """A function ``call(func, *, args=...)`` → the same, whose error for more arguments says what to write."""
+
+    @functools.wraps(call)
+    def checked(*positional: Any, **options: Any) -> Any:
+        if len(positional) > 1:
+            func = next((one for one in positional if callable(one)), positional[0])
+            name = getattr(func, "__name__", "func")
+            first = (
+                ""
+                if callable(positional[0])
+                else f", and its first one is the function, not {positional[0]!r:.80}"
+            )
+            raise TypeError(
+                f"{call.__name__}(func, *, args=(), kwargs={{}}, partitioner=...) has one argument without a name, got "
+                f"{len(positional)}{first}: write `{call.__name__}({name}, args=(x,), partitioner=1)`, or "
+                f"`remote_call({name}, 1, x)`"
+            )
+        return call(*positional, **options)
+
+    return cast("FunctionT", checked)

@@ -23,14 +23,19 @@ Tensors: TypeAlias = list[Tensor]
 
 
 def vjp(
-    function: Callable[[Tensors], Sequence[Tensor]], primals: Sequence[Tensor], *, once: bool = False
-) -> tuple[Tensors, Callable[[Sequence[Tensor]], Tensors]]:
+    function: Callable[[Tensors], Sequence[Tensor]],
+    primals: Sequence[Tensor],
+    *,
+    once: bool = False,
+    zeros: bool = True,
+) -> tuple[Tensors, Callable[[Sequence[Tensor]], list[Any]]]:
     """Evaluate a function once, and return its value and its products with cotangents.
 
     Args:
         function: tensors → tensors.
         primals: the point at which to evaluate it; floating-point tensors.
         once: whether one product is asked for, whose graph is then let go of.
+        zeros: whether a primal that is not used has zeros for a gradient; outside of ``torch.func`` it can be ``None``.
 
     Returns:
         The values, and a function from cotangents, one for each value, to gradients, one for each primal. If grad mode
@@ -48,6 +53,10 @@ def vjp(
         points = [alias if alias.requires_grad else alias.detach().requires_grad_() for alias in aliases]
         values = list(function(points))
     keep = None if once else True
+    if not zeros:
+        return values, lambda cotangents: pulled_back(
+            values, cotangents, points, create_graph=differentiable, retain_graph=keep
+        )
     return values, lambda cotangents: pull(values, points, cotangents, differentiable, retain_graph=keep)
 
 

@@ -47,7 +47,7 @@ ADJOINTS = {
 ESTIMATORS: dict[str, Any] = {
     "finite difference": todist.FiniteDifference(),
     "SAMA": todist.SAMA(),
-    "implicit": todist.Implicit(),
+    "implicit": todist.Implicit(not_converged="ignore"),
     "evolution strategies": todist.EvolutionStrategies(samples=3, sigma=0.1),
     "persistent evolution strategies": todist.PersistentEvolutionStrategies(samples=3, sigma=0.1, unroll=2),
 }

@@ -29,7 +29,9 @@ ADJOINTS = {
     "reptile": todist.Reptile(),
     "finite difference": todist.FiniteDifference(eps=1e-4),
     "SAMA": todist.SAMA(alpha=1e-4),
-    "implicit": todist.Implicit(todist.linear_solve.solve_inv(ridge=RIDGE), batches=2),
+    "implicit": todist.Implicit(
+        todist.linear_solve.solve_inv(ridge=RIDGE), batches=2, not_converged="ignore"
+    ),
     "evolution strategies": todist.EvolutionStrategies(samples=PAIRS, sigma=SIGMA),
 }
 
@@ -186,6 +188,7 @@ def _moved(
 
 @pytest.mark.timeout(max(300, LOOPS))
 @pytest.mark.parametrize("name", ADJOINTS)
+@pytest.mark.filterwarnings("ignore:.Implicit.* gives no gradient")  # to the rate
 def test_random_loops_have_the_gradients_of_loops_by_hand(name: str) -> None:
     print(f"TODIST_FUZZ_SEED={SEED}: {LOOPS} loops")
     differs = name in ("finite difference", "SAMA")

@@ -76,7 +76,7 @@ def test_tasks_with_estimated_gradients_have_those_of_one_process(world):
         for adjoint in (
             todist.FiniteDifference(),
             todist.SAMA(),
-            todist.Implicit(linear_solve.solve_cg(ridge=1.0)),
+            todist.Implicit(linear_solve.solve_cg(ridge=1.0), not_converged="ignore"),
         ):
             *_, of_weight, _of_lr = compare_tasks(adjoint, rtol=1e-7)
             assert of_weight.any()

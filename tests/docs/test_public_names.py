@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 import torchopt_dist as todist
 from tests.test_floors import ROOMS
+from torchopt_dist.distributed.messages.payload import ExecutionOptions
+from torchopt_dist.distributed.parallelize import CallKwargs
 
 PAGES = {
     page.stem: page.read_text("utf-8")
@@ -225,3 +228,22 @@ def test_a_file_without_public_names_begins_with_an_underscore(package: str) -> 
         "distributed": rooms,
         "diff": {"adjoints", "compiled", "data_parallel", "inner_loop", "replay"},
     }.get(package, set())
+
+
+@pytest.mark.parametrize(
+    "name", ["parallelize", "parallelize_async", "map", "remote_sync_call", "remote_async_call"]
+)
+def test_the_signature_of_a_call_has_every_option_and_its_default(name: str) -> None:
+    (written,) = re.findall(rf"^\.\. autofunction:: {name}(\(.*\))$", PAGES["calls"], re.MULTILINE)
+    shown = inspect.signature(eval(f"lambda {written[1:-1]}: None"))
+    own = inspect.signature(found(name)).parameters
+    options = {**dict.fromkeys(CallKwargs.__annotations__), **asdict(ExecutionOptions())}
+    expected = {key: p.default for key, p in own.items() if key != "options"} | options
+    if name == "map":  # an item is never split
+        del expected["split"]
+    assert {key: p.default for key, p in shown.parameters.items() if key != "timeout"} == {
+        key: default for key, default in expected.items() if key != "timeout"
+    }
+    assert [p.kind for key, p in shown.parameters.items() if key in own] == [
+        p.kind for key, p in own.items() if key != "options"
+    ]

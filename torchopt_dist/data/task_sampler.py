@@ -123,8 +123,15 @@ class TaskSampler:
             indices: the indices of the tasks, at least one.
 
         Raises:
+            TypeError: ``indices`` is one index, or has something else than integers.
             ValueError: there is none.
         """
+        if isinstance(indices, Integral) or not isinstance(indices, Iterable):
+            raise TypeError(
+                f"`indices` must be the indices of the tasks, got {type(indices).__name__} {indices!r:.80}: the first "
+                "four are `batch(range(4))`, and task i alone is `sampler[i]`"
+            )
+        indices = indices.tolist() if isinstance(indices, Tensor) else indices
         tasks = [self[index] for index in indices]
         if not tasks:
             raise ValueError("`indices` must have at least one index, got none")

@@ -11,15 +11,15 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, ParamSpec, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeAlias
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import LinearSolver, TensorTree
-from torchopt_dist._vjp import Tensors, pull, refuse_forward_mode
+from torchopt_dist._types import LinearSolver, OptionalTensor, TensorTree
+from torchopt_dist._vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
 from torchopt_dist.linear_solve.solver import Solver
@@ -149,6 +149,27 @@ def _step_back(fixed_point_fn: Callable[..., Any], x: TensorTree, /, *args: Any,
     return pytree.tree_sub(x, fixed_point_fn(x, *args, **kwargs))
 
 
+class Found(NamedTuple):
+    """What a backward pass has found; the leaves of trees, complex ones as pairs of real numbers."""
+
+    solution: Tensors
+    """The solution."""
+    residual: Sequence[Tensor]
+    """The optimality function there."""
+    outer: Tensors
+    """The gradient of the solution."""
+    adjoint: Tensors
+    """What the linear solver has made of it."""
+    others: list[Any]
+    """The other arguments of the optimality function."""
+    unused: list[int]
+    """Places of tensors that were to get a gradient, and that the optimality function does not use: those of the
+    arguments that get gradients are counted first, and one after another."""
+
+
+Look: TypeAlias = Callable[[Found], None]
+
+
 def attach(
     optimality_fn: Callable[..., TensorTree],
     solution: TensorTree,
@@ -156,6 +177,7 @@ def attach(
     named: dict[str, Any],
     places: Sequence[int],
     solver: Solver,
+    look: Look | None = None,
 ) -> Any:
     """Connect a solution with the arguments that it depends on.
 
@@ -166,13 +188,15 @@ def attach(
         named: keyword arguments.
         places: positions among ``others`` that get a gradient.
         solver: the linear solver.
+        look: is shown what each backward pass has found. With it, a tensor that ``optimality_fn`` does not use gets no
+            gradient where that can be seen, which is outside of ``torch.func``; without it, zeros.
 
     Returns:
         A tree with the values of ``solution``.
     """
     # A compiler goes on after this, as it does after an inner loop.
     run = torch.compiler.disable(_attached) if torch.compiler.is_compiling() else _attached
-    return run(optimality_fn, solution, others, named, places, solver)
+    return run(optimality_fn, solution, others, named, places, solver, look)
 
 
 def _attached(
@@ -182,6 +206,7 @@ def _attached(
     named: dict[str, Any],
     places: Sequence[int],
     solver: Solver,
+    look: Look | None,
 ) -> Any:
     x, spec = pytree.flatten(solution)
     for leaf in x:
@@ -198,7 +223,7 @@ def _attached(
     tensors = [leaves[n] for n in ours] + [leaves[n].detach() for n in fixed]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     paired = [leaf.is_complex() for leaf in x]
-    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired)
+    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look)
     detached = _real_pairs([leaf.detach() for leaf in x])
     made = _Root.apply(equation, solver, len(x), *detached, *tensors)
     return pytree.unflatten(spec, _complex_again(made, paired))
@@ -217,13 +242,19 @@ class _Equation:
     """For each leaf of the solution, whether it is complex. Here it is its real and its imaginary part: the derivative
     of a function that has conjugates or absolute values in it, as every real loss's gradient, is not a complex matrix.
     """
+    look: Look | None
 
-    def __call__(self, x: Tensors, tensors: Tensors) -> Tensors:
-        x = _complex_again(x, self.paired)
+    def given(self, tensors: Tensors) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of the optimality function after the solution."""
         leaves = list(self.rest)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         others, named = pytree.unflatten(self.arguments, leaves)
+        return others, named
+
+    def __call__(self, x: Tensors, tensors: Tensors) -> Tensors:
+        x = _complex_again(x, self.paired)
+        others, named = self.given(tensors)
         value = self.function(pytree.unflatten(self.spec, x), *others, **named)
         result = pytree.flatten_like(self.spec, value, "optimality_fn(solution, ...)", "solution")
         for got, leaf in zip(result, x, strict=True):
@@ -286,8 +317,14 @@ def _differentiably(
     x, others = [leaf.view_as(leaf) for leaf in x], [other.view_as(other) for other in others]
     operator = TransposedJacobian(equation, len(x))
     u, _ = solver.solve(operator, [*x, *others], grads, equation.spec)
-    residual = _Residual(equation, x)
-    return residual.pull_params(others, [], [-leaf for leaf in u], wanted)
+
+    def values_of(some: Tensors) -> Tensors:
+        given = iter(some)
+        return equation(x, [next(given) if w else other for other, w in zip(others, wanted, strict=True)])
+
+    some = [other for other, is_wanted in zip(others, wanted, strict=True) if is_wanted]
+    values, pulled = vjp(values_of, some, zeros=equation.look is None)
+    return _told(equation, x, values, grads, u, others, wanted, pulled([-leaf for leaf in u]))
 
 
 def _once(
@@ -307,19 +344,32 @@ def _once(
         values = equation(point, given)
     u, _ = solver.solve(_Linearized(values, point), [], grads, equation.spec)
     some = [other for other, is_wanted in zip(given, wanted, strict=True) if is_wanted]
-    found = iter(pull(values, some, [-leaf for leaf in u], False))
-    return [next(found) if is_wanted else None for is_wanted in wanted]
+    weights = [-leaf for leaf in u]
+    found = pulled_back(values, weights, some)
+    if equation.look is None:
+        found = [
+            torch.zeros_like(one) if grad is None else grad for one, grad in zip(some, found, strict=True)
+        ]
+    return _told(equation, x, values, grads, u, others, wanted, found)
 
 
-@dataclass(frozen=True)
-class _Residual(LinearOperator):
-    """``F(x, ·)``, of which only the gradient with regard to the parameters is asked for."""
-
-    equation: _Equation
-    x: Tensors
-
-    def apply(self, params: Tensors, vector: Tensors) -> Tensors:
-        return self.equation(self.x, params)
+def _told(
+    equation: _Equation,
+    x: Tensors,
+    values: Sequence[Tensor],
+    grads: Tensors,
+    u: Tensors,
+    others: Tensors,
+    wanted: Sequence[bool],
+    found: Sequence[OptionalTensor],
+) -> list[Tensor | None]:
+    """The gradients of all tensors, after what looks at them."""
+    rest = iter(found)
+    of_all = [next(rest) if is_wanted else None for is_wanted in wanted]
+    if equation.look is not None:
+        unused = [place for place, grad in enumerate(of_all) if wanted[place] and grad is None]
+        equation.look(Found(x, values, grads, u, equation.given(others)[0], unused))
+    return of_all
 
 
 @dataclass(frozen=True)

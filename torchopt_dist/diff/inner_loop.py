@@ -5,6 +5,7 @@ The steps are the same whatever the adjoint; it decides what is kept of them and
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist import pytree
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist._torch_private import forward_mode_is_active
 from torchopt_dist._types import OptState, Params
@@ -27,7 +27,12 @@ from torchopt_dist.diff.adjoints import (
     Reptile,
     Truncated,
 )
-from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within
+from torchopt_dist.diff.adjoints._declared import (
+    differentiable,
+    tensors_of_batches,
+    tensors_of_meta,
+    tensors_within,
+)
 from torchopt_dist.diff.adjoints._diagnosis import GradientNorms
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
 from torchopt_dist.diff.adjoints._model import model_of
@@ -260,7 +265,7 @@ def _inner_loop(
         seed=draw_seed() if seed is None else _checked_seed(seed),
         first=begin,
         declared=tuple(
-            differentiable([*tensors_of_meta(meta), *tensors_within(optimizer), *_tensors_of_batches(given)])
+            differentiable([*tensors_of_meta(meta), *tensors_within(optimizer), *tensors_of_batches(given)])
         ),
     )
     if forward_mode_is_active() and takes_duals() and not isinstance(adjoint, Recorded):
@@ -275,6 +280,8 @@ def _inner_loop(
     recording = torch.is_grad_enabled()
     if recording:
         outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
+        if not (loop.declared or adjoint.first_has_gradient):
+            _warn_of_nothing(type(adjoint).__name__)
     else:
         outcome = loop.run(loop.training_step, loop.own(loop.first))
     losses = _all_in_one(outcome.losses)
@@ -287,6 +294,16 @@ def _inner_loop(
             InnerLoopResult(adapted, last_state.inner_state, losses, outcome.aux), norms
         )
     return InnerLoopResult(adapted, last_state, losses, outcome.aux)
+
+
+def _warn_of_nothing(name: str) -> None:
+    warnings.warn(
+        f"nothing gets a gradient from this loop: `{name}()` gives one only to tensors that require grad in `meta`, "
+        "the optimizer and `batches`, and there is none. List what is learned, `inner_loop(..., meta=model)`, or take "
+        "Recorded() for the first parameters; under `torch.no_grad()` nothing is said",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def _all_in_one(losses: list[Tensor]) -> Tensor:
@@ -358,11 +375,3 @@ def _stream(batches: Iterable[Any], steps: int | None, adjoint: Adjoint) -> tupl
                 "no length"
             ) from None
     return Stream(batches, count, again), count
-
-
-def _tensors_of_batches(batches: Any) -> list[Tensor]:
-    if isinstance(batches, Tensor):
-        return [batches]
-    if not isinstance(batches, (list, tuple)):
-        return []
-    return [leaf for batch in batches for leaf in pytree.flatten(batch)[0] if isinstance(leaf, Tensor)]

@@ -124,6 +124,11 @@ def map(
         raise TypeError(f"args must be a tuple, got {type(args).__name__}: write args=(x,) for one argument")
     if not isinstance(kwargs, (dict, type(None))):
         raise TypeError(f"kwargs must be a dictionary, got {type(kwargs).__name__}")
+    given: list[Any] = [func, items]
+    if callable(given[1]) and not callable(given[0]):
+        name = getattr(given[1], "__name__", "func")
+        got = type(func).__name__
+        raise TypeError(f"map(func, items) takes the function first, got {got}: write map({name}, items)")
     try:
         iterator = iter(items)
     except TypeError as error:

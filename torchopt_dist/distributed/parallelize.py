@@ -14,7 +14,7 @@ import torch
 from torch.futures import Future
 
 from torchopt_dist import _future
-from torchopt_dist._options import check_options
+from torchopt_dist._options import check_options, only_the_function
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._threads import settle_by, settle_in_thread
@@ -62,6 +62,7 @@ _EXECUTION = tuple(ExecutionKwargs.__annotations__)
 _OPTIONS = ("partitioner", "reducer", "timeout", *_EXECUTION, "buffers", "split", "team")
 
 
+@only_the_function
 def remote_sync_call(
     func: Callable[..., Any],
     *,
@@ -148,6 +149,7 @@ def remote_sync_call(
     return _begun(func, args, kwargs, partitioner, reducer, timeout, options)()
 
 
+@only_the_function
 def remote_async_call(
     func: Callable[..., Any],
     *,

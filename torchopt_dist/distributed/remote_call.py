@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import ParamSpec, TypeVar
 
 from torchopt_dist.distributed.parallelize import remote_sync_call
@@ -39,10 +40,11 @@ def remote_call(func: Callable[P, T], worker: int | str, /, *args: P.args, **kwa
         loss = todist.remote_call(loss_fn, 1, model, batch)
         loss.backward()
     """
-    if worker is None or callable(worker):
+    if isinstance(worker, bool) or not isinstance(worker, (int, Integral, str)):
+        name = getattr(func if callable(func) else worker, "__name__", "func")
         raise TypeError(
-            "remote_call(func, worker, *args): worker must be a rank or a name, "
-            f"got {type(worker).__name__} {worker!r:.80}"
+            "remote_call(func, worker, *args): worker must be a rank or a name, got "
+            f"{type(worker).__name__} {' '.join(repr(worker).split()):.80}: write `remote_call({name}, 1, x)`"
         )
     (value,) = remote_sync_call(func, args=args, kwargs=kwargs, partitioner=get_worker_id(worker))
     return value

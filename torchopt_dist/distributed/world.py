@@ -107,7 +107,9 @@ def get_worker_id(id: str | int | None = None) -> int:
             raise ValueError(f"no worker is named {id!r}; the workers are {', '.join(names)}")
         return names.index(id)
     if isinstance(id, bool) or not isinstance(id, (int, Integral)):
-        raise TypeError(f"a worker is given by its name or its rank, got {type(id).__name__} {id!r}")
+        raise TypeError(
+            f"a worker is given by its name or its rank, got {type(id).__name__} {' '.join(repr(id).split()):.200}"
+        )
     if not 0 <= id < len(names):
         raise ValueError(f"a worker's rank must be in [0, {len(names)}), got {id}")
     return int(id)

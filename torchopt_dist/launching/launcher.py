@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -122,6 +123,7 @@ class Launcher(LaunchOptions):
         """
         if not callable(func):
             raise TypeError(f"`func` must be callable, got {type(func).__name__} {func!r}")
+        _check_own_arguments(func, kwargs)
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
         begun, folder = time.monotonic(), _working_folder()
@@ -221,6 +223,29 @@ def launch(
         raise TypeError(f"`kwargs` must map names to values, got {type(kwargs).__name__} {kwargs!r:.200}")
     _check_names(options)
     return Launcher(**options).run(func, *args, **kwargs)
+
+
+def _check_own_arguments(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` where ``run`` was given what ``launch`` takes, and the function has no such argument."""
+    try:
+        parameters = inspect.signature(func).parameters
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    for name in kwargs:
+        if name in parameters:
+            continue
+        name_of = getattr(func, "__name__", "func")
+        if name in ("args", "kwargs"):
+            remedy = f"write `run({name_of}, x, name=y)`, or `launch({name_of}, (x,), {{'name': y}}, ...)`"
+        elif name in [field.name for field in fields(Launcher)]:
+            remedy = f"an option is given to the launcher, `Launcher({name}=...).run({name_of}, ...)`"
+        else:
+            continue
+        raise TypeError(
+            f"`run(func, *args, **kwargs)` hands its arguments on to `func`, and {name_of} takes no {name!r}: {remedy}"
+        )
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

@@ -22,7 +22,16 @@ from torchopt_dist._torch_private import (
     transform_level,
 )
 
-__all__ = ["Edge", "OnlyThese", "StandIns", "Substitute", "Watch", "edge_of", "tensors_in"]
+__all__ = [
+    "Edge",
+    "NotingSubstitute",
+    "OnlyThese",
+    "StandIns",
+    "Substitute",
+    "Watch",
+    "edge_of",
+    "tensors_in",
+]
 
 Edge = tuple[Any, int]
 """A node of the graph, and which of its results."""
@@ -68,6 +77,20 @@ class Substitute(TorchFunctionMode):
 
     def _other(self, leaf: Any) -> Any:
         return self.others.get(id(leaf), leaf)
+
+
+class NotingSubstitute(Substitute):
+    """As :class:`Substitute`, and notes the ids of the tensors that were found."""
+
+    def __init__(self, found: Sequence[Tensor], others: Sequence[Tensor], met: set[int]) -> None:
+        super().__init__(found, others)
+        self.met = met
+
+    def _other(self, leaf: Any) -> Any:
+        if id(leaf) not in self.others:
+            return leaf
+        self.met.add(id(leaf))
+        return self.others[id(leaf)]
 
 
 class Watch(Substitute):

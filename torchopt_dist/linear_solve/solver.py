@@ -258,6 +258,15 @@ def check_limits(rtol: float, atol: float, maxiter: int | None, not_converged: s
             raise ValueError(f"`{name}` must be at least 0, got {value}")
     if maxiter is not None and (isinstance(maxiter, bool) or not isinstance(maxiter, int) or maxiter < 1):
         raise ValueError(f"`maxiter` must be an integer of at least 1, or None, got {maxiter!r}")
+    check_not_converged(not_converged)
+
+
+def check_not_converged(not_converged: str) -> None:
+    """Check ``not_converged``.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
     if not_converged not in ("warn", "raise", "ignore"):
         raise ValueError(f"`not_converged` must be 'warn', 'raise' or 'ignore', got {not_converged!r}")
 

@@ -121,6 +121,12 @@ class MetaOptimizer:
                     f"{type(self).__name__} has no `zero_grad`: `step(loss)` takes the gradient of this loss alone, "
                     "and leaves every `.grad` as it is; drop the line"
                 )
+            if name == "param_groups":  # which torch's schedulers ask for
+                raise AttributeError(
+                    f"{type(self).__name__} has no `param_groups`, so torch's schedulers refuse it: give a schedule, "
+                    f"`{type(self).__name__}(module, lr=todist.schedule.linear_schedule(...))`. They take an outer "
+                    "optimizer: one of torch.optim, or such as `todist.SGD(module.parameters(), ...)`"
+                )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _begin_traced(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -6,6 +6,7 @@ of the loop: the inner products of both outcomes with the outer gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,21 +57,28 @@ def run_with_pairs(
         )
     if around.levels and not loop.is_substituted:  # inside, each tensor of a task may require grad
         held = zip(loop.declared, around.values(loop.declared), strict=True)
-        there = [place for place, (_, found) in enumerate(held) if found.values.requires_grad]
-        loop = replace(loop, declared=tuple(loop.declared[place] for place in there))
-        if loop.ranks is not None:
-            own = frozenset(new for new, old in enumerate(there) if old in loop.ranks.own)
-            loop = replace(loop, ranks=replace(loop.ranks, own=own))
+        loop = _of(loop, [place for place, (_, found) in enumerate(held) if found.values.requires_grad])
     with around.outside():
         seeds = torch.randint(2**62, (*around.sizes, samples))
         if loop.ranks is not None:  # all ranks run the same pairs
             seeds = loop.ranks.group.exchanged(seeds)[0]
-    seen = watched(loop, around)
+    met: set[int] = set()
+    noting = replace(loop, others=loop.others or loop.declared, met=met)
+    seen = watched(noting, around)
 
     def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
-        return (seen if number == 0 else loop).training_step(carry, number)
+        return (seen if number == 0 else noting).training_step(carry, number)
 
     outcome = loop.run(step, loop.own(loop.first))
+    # A tensor that no step has used would get the noise of the others for a gradient.
+    if loop.declared and not met:
+        warnings.warn(
+            f"nothing gets a gradient from this loop: with `{what}()` it is for what the loss and the optimizer use of "
+            "`meta`, the optimizer's tensors and `batches`, and they use none; list in `meta` what the loss uses",
+            UserWarning,
+            stacklevel=5,
+        )
+    loop = _of(loop, [place for place, tensor in enumerate(loop.declared) if id(tensor) in met])
     count = len(outcome.losses)
     places = loop.model.moved_places
     params = list(outcome.carry.params)
@@ -96,6 +104,15 @@ def run_with_pairs(
         params[place] = leaf
     carry = outcome.carry._replace(params=[params[place] for place in loop.model.first_places])
     return outcome._replace(carry=carry, losses=tensors[len(places) :])
+
+
+def _of(loop: Loop, places: Sequence[int]) -> Loop:
+    """The same loop, of whose declared tensors only those at some places get a gradient."""
+    loop = replace(loop, declared=tuple(loop.declared[place] for place in places))
+    if loop.ranks is None:
+        return loop
+    own = frozenset(new for new, old in enumerate(places) if old in loop.ranks.own)
+    return replace(loop, ranks=replace(loop.ranks, own=own))
 
 
 def _parts(steps: int, length: int) -> list[tuple[int, int]]:

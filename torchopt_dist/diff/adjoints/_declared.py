@@ -22,6 +22,7 @@ __all__ = [
     "edge_of",
     "leaf_of",
     "nodes_between",
+    "tensors_of_batches",
     "tensors_of_meta",
     "tensors_within",
 ]
@@ -60,6 +61,15 @@ def tensors_of_meta(meta: Any) -> list[Tensor]:
                 f"`meta` must be a tree of tensors and modules, got a {type(leaf).__name__} in it"
             )
     return found
+
+
+def tensors_of_batches(batches: Any) -> list[Tensor]:
+    """The tensors of batches that are there before the loop runs."""
+    if isinstance(batches, Tensor):
+        return [batches]
+    if not isinstance(batches, (list, tuple)):
+        return []
+    return [leaf for batch in batches for leaf in pytree.flatten(batch)[0] if isinstance(leaf, Tensor)]
 
 
 def tensors_within(thing: Any) -> list[Tensor]:

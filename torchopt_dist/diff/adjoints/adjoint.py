@@ -35,6 +35,9 @@ class Adjoint(ABC):
     takes_compiled: ClassVar[bool] = True
     """Whether it gains by compiled steps: not where most run with others in the places of the caller's tensors."""
 
+    first_has_gradient: ClassVar[bool] = True
+    """Whether the initial parameters get a gradient, also if ``meta`` does not list them."""
+
     @property
     def batches_again(self) -> int | None:
         """How many of the last batches are read again; ``None``: any, so that ``batches`` may not be an iterator."""

@@ -59,6 +59,7 @@ class EvolutionStrategies(Adjoint):
     """
 
     takes_compiled: ClassVar[bool] = False
+    first_has_gradient: ClassVar[bool] = False
 
     samples: int
     sigma: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchopt_dist.diff.adjoints._differences import run_with_differences
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
@@ -46,6 +47,8 @@ class FiniteDifference(Adjoint):
         >>> torch.autograd.grad(adapted.params, x)  # 2 · 0.25, of the last step
         (tensor(0.5000),)
     """
+
+    first_has_gradient: ClassVar[bool] = False
 
     eps: float = 0.01
 

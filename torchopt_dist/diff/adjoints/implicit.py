@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,15 +14,18 @@ from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import LinearSolver
 from torchopt_dist._vjp import Tensors
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
+from torchopt_dist.diff.adjoints._declared import tensors_of_batches
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import samples_for
 from torchopt_dist.diff.adjoints._settings import check_count
+from torchopt_dist.diff.adjoints._stationary import far_from_a_minimum, warn_of_unused
 from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
-from torchopt_dist.diff.implicit import attach
+from torchopt_dist.diff.implicit import Found, attach
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve.cg import solve_cg
+from torchopt_dist.linear_solve.solver import NotConverged, check_not_converged
 
 __all__ = ["Implicit"]
 
@@ -38,18 +41,23 @@ class Implicit(Adjoint):
     any order.
 
     The initial parameters, the initial state and hyper-parameters have no influence on such a point and get no
-    gradient; so put weight decay into the loss. Losses are not connected.
+    gradient; so put weight decay into the loss. A tensor of ``meta`` or of the optimizer that the loss does not use
+    gets none either, and a warning in the backward pass says so. Losses are not connected.
 
     Args:
         solver: the linear solver, from ``todist.linear_solve``, or any function ``solve(matvec, b)``;
             ``linear_solve.solve_cg()``, if not given. Where the Hessian is not positive definite, ``ridge=`` of a
             solver damps it.
         batches: the number of last batches; the point is taken to be stationary for the mean loss over these.
+        not_converged: what a backward pass does if the last parameters are far from a stationary point: ``'warn'`` by a
+            :class:`~torchopt_dist.linear_solve.ConvergenceWarning`, ``'raise'`` a ``torch.linalg.LinAlgError``, or
+            ``'ignore'`` it. Far is where ``‖∇loss‖ ‖H⁻¹ c‖ / ‖c‖``, about the distance to that point, is more than a
+            tenth of the way that the steps have gone, and more than a thousandth of the norm of ``θ``.
 
     Raises:
         TypeError: ``solver`` is not a function, or ``batches`` is not an integer.
-        ValueError: ``batches`` is below 1; or, from ``inner_loop``, the loss depends on a leaf that ``meta`` does not
-            list.
+        ValueError: ``batches`` is below 1, or ``not_converged`` is none of the three; or, from ``inner_loop``, the loss
+            depends on a leaf that ``meta`` does not list.
         NotImplementedError: from ``inner_loop``, inside another transform of ``torch.func`` than ``vmap``.
 
     Example:
@@ -62,12 +70,16 @@ class Implicit(Adjoint):
         (tensor(1.),)
     """
 
+    first_has_gradient: ClassVar[bool] = False
+
     solver: LinearSolver | None = None
     batches: int = 1
+    not_converged: NotConverged = "warn"
 
     def __post_init__(self) -> None:
         as_solver(self.solver)
         check_count("batches", self.batches)
+        check_not_converged(self.not_converged)
 
     @property
     def batches_again(self) -> int:
@@ -97,11 +109,18 @@ class Implicit(Adjoint):
         with torch.enable_grad():
             if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
                 declared = [tensor.view_as(tensor) for tensor in declared]
-            connected = attach(gradient, point, [declared], {}, [0], solver)
+            first = [loop.first.params[place] for place in places]
+            connected = attach(gradient, point, [declared, first], {}, [0], solver, partial(self._look, loop))
         for place, leaf in zip(places, connected, strict=True):
             params[place] = leaf
         tied = [params[place] for place in loop.model.first_places]
         return outcome._replace(carry=outcome.carry._replace(params=tied))
+
+    def _look(self, loop: Loop, found: Found) -> None:
+        of_batches = {id(tensor) for tensor in tensors_of_batches(loop.batches)}
+        unused = [loop.declared[place] for place in found.unused]
+        warn_of_unused([tensor for tensor in unused if id(tensor) not in of_batches])
+        far_from_a_minimum(found, found.others[1], self.not_converged)
 
 
 @dataclass(frozen=True)
@@ -113,7 +132,7 @@ class _Gradient:
     numbers: range
     autocast: Autocast
 
-    def __call__(self, point: Tensors, declared: Tensors) -> Any:
+    def __call__(self, point: Tensors, declared: Tensors, first: Tensors) -> Any:
         places = self.loop.model.moved_places
         loop = replace(self.loop, others=tuple(declared))
         params = list(self.last.params)

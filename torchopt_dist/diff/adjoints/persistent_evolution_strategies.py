@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchopt_dist.diff.adjoints._antithetic import run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
@@ -50,6 +51,8 @@ class PersistentEvolutionStrategies(EvolutionStrategies):
         >>> round(torch.autograd.grad(result.losses.sum(), x)[0].item())  # 2·2 + 2·(1 - 2)·(0.5 - 1) = 5
         5
     """
+
+    first_has_gradient: ClassVar[bool] = False
 
     unroll: int = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchopt_dist.diff.adjoints._differences import run_with_differences
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
@@ -49,6 +50,8 @@ class SAMA(Adjoint):
         >>> torch.autograd.grad(adapted.params, x)
         (tensor(0.5000),)
     """
+
+    first_has_gradient: ClassVar[bool] = False
 
     alpha: float = 0.01
 

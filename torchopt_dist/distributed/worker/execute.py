@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -93,10 +93,25 @@ def _vectorized(payload: Payload, turn: _TurnOf) -> list[Any]:
         with normalization_by_formula(), without_fast_path():
             return torch.func.vmap(one_task, randomness="different", chunk_size=options.chunk_size)(*tensors)
 
-    with turn(payload.seeds[0]):
+    with turn(payload.seeds[0]), _told_of_running_statistics():
         if options.compile and options.chunk_size is None:
             task = CompiledTask(payload.function)
             batched = task.run(shared, together.places, rebuild, as_they_are)
         else:
             batched = as_they_are()
     return [batched] if already else split_values(batched, len(payload.tasks))
+
+
+@contextmanager
+def _told_of_running_statistics() -> Iterator[None]:
+    """A context in which torch's refusal of BatchNorm in a ``vmap`` says what to write."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "running_mean" not in str(error):
+            raise
+        raise RuntimeError(
+            "`vectorize=True` runs the tasks at once, and a layer such as BatchNorm is to update running statistics of "
+            'a module that they share: write `buffers="mean"` beside it, which gives each task its own and brings '
+            "their mean back; or call `.eval()` of the module, or give the layer `track_running_stats=False`"
+        ) from error
