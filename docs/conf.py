@@ -9,6 +9,7 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 import torchopt_dist
 
@@ -81,6 +82,14 @@ def make_pictures_and_pages(app: Sphinx) -> None:
     pages.make()
 
 
+def one_signature(app: Sphinx) -> None:
+    """The overloads of a call are for type checkers: its page shows one signature, with all options."""
+    for name in ("parallelize", "map"):
+        analyzer = ModuleAnalyzer.for_module(f"torchopt_dist.distributed.{name}")
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
 HOW_TO_RUN = {
     "python torchrun": ("python", "torchrun, 2 workers"),
     "python": ("python", "python"),
@@ -117,6 +126,7 @@ def caption_included_blocks(app: Sphinx, path: Any, page: str, text: list[str]) 
 def setup(app: Sphinx) -> None:
     """Register the functions above."""
     app.connect("builder-inited", make_pictures_and_pages)
+    app.connect("builder-inited", one_signature)
     app.connect("source-read", caption_blocks)
     app.connect("include-read", caption_included_blocks)
     app.connect("autodoc-process-docstring", no_type_before_colon, priority=400)

@@ -150,8 +150,17 @@ class Drawn:
         parts = iter(there.split([p.numel() for p in params.values()]))
         return {k: next(parts).reshape(p.shape) for k, p in params.items()}
 
+    def _uses_h(self, data: Tensor) -> bool:
+        """Whether a link depends on the hyper-parameter; the loss does not."""
+        last = self._adapted(data, "first order").values()
+        return torch.autograd.grad(sum(p.sum() for p in last), self.h, allow_unused=True)[0] is not None
+
     def _by_noise(self, data: Tensor, seeds: list[int]) -> tuple[Tensor, list[Tensor]]:
-        named = [self.weight, self.h, *(self.params.values() if self.keeps_near else [])]
+        named = [
+            self.weight,
+            *([self.h] if self._uses_h(data) else []),
+            *(self.params.values() if self.keeps_near else []),
+        ]
         last = {k: p.detach().requires_grad_() for k, p in self._adapted(data, "reptile").items()}
         value = self.outer(last)
         bars = torch.autograd.grad(value, list(last.values()))
