@@ -22,7 +22,7 @@ from torchopt_dist.nn.module_state import module_clone
 from torchopt_dist.transform.apply_updates import apply_updates
 from torchopt_dist.transform.base import GradientTransformation
 
-__all__ = ["Parts", "constants_of_loop", "gradient", "parts_of_loop", "step"]
+__all__ = ["Parts", "constants_of_loop", "gradient", "parts_of_loop", "pulled_step", "step"]
 
 
 class Parts(NamedTuple):
@@ -84,9 +84,12 @@ def parts_of_loop(loop: Loop) -> Parts:
     )
 
 
-def constants_of_loop(loop: Loop) -> list[Tensor]:
-    """The leaves for the loss where the loop moves a vector; those that are in it stand for their places only."""
-    return loop.model.model.leaves if isinstance(loop.model, FlatModel) else []
+def constants_of_loop(loop: Loop) -> list[OptionalTensor]:
+    """The leaves for the loss where the loop moves a vector, ``None`` for those that are in it."""
+    if not isinstance(loop.model, FlatModel):
+        return []
+    in_vector = {place for place, *_ in loop.model.pieces}
+    return [None if place in in_vector else leaf for place, leaf in enumerate(loop.model.model.leaves)]
 
 
 def _places(model: Model) -> Any:
@@ -95,7 +98,7 @@ def _places(model: Model) -> Any:
 
 
 def gradient(
-    parts: Parts, carry: Carry, constants: list[Tensor], batch: tuple[Any, ...], record: bool
+    parts: Parts, carry: Carry, constants: list[OptionalTensor], batch: tuple[Any, ...], record: bool
 ) -> tuple[Tensor, Any, list[OptionalTensor], list[Tensor]]:
     """As :meth:`Loop.gradient`: the loss, what else it returned, a gradient for each leaf, and the buffers after it."""
     with torch.enable_grad():
@@ -120,7 +123,7 @@ def gradient(
 
 
 def step(
-    parts: Parts, carry: Carry, constants: list[Tensor], batch: tuple[Any, ...], record: bool
+    parts: Parts, carry: Carry, constants: list[OptionalTensor], batch: tuple[Any, ...], record: bool
 ) -> tuple[list[Tensor], OptState, list[Tensor], Tensor, Any]:
     """As :meth:`Loop.recorded_step`: the parameters, the state and the buffers after a step, its loss, what else."""
     loss, aux, grads, buffers = gradient(parts, carry, constants, batch, record)
@@ -133,13 +136,47 @@ def step(
     return [leaves[place] for place in parts.first], state, buffers, loss, aux
 
 
-def _for_loss(parts: Parts, leaves: list[Tensor], constants: list[Tensor]) -> list[Tensor]:
+def pulled_step(
+    parts: Parts,
+    carry: Carry,
+    places: list[int],
+    declared: list[Tensor],
+    constants: list[OptionalTensor],
+    batch: tuple[Any, ...],
+    bars: list[Tensor],
+    loss_bar: OptionalTensor,
+) -> list[OptionalTensor]:
+    """As :meth:`Loop.pulled_step`, where ``bars`` are of the parameters, then of the state, and none is missing."""
+    with torch.enable_grad():
+        params, (state, spec) = list(carry.params), optree.tree_flatten(carry.state, none_is_leaf=True)
+        for place in parts.moved:
+            params[place] = params[place].detach().requires_grad_()
+        for place in places:
+            state[place] = state[place].detach().requires_grad_()
+        inputs = [*(params[place] for place in parts.moved), *(state[place] for place in places), *declared]
+        given = Carry(
+            [params[place] for place in parts.first], optree.tree_unflatten(spec, state), carry.buffers
+        )
+        moved, state_after, _, loss, _ = step(parts, given, constants, batch, True)
+        after = optree.tree_leaves(state_after, none_is_leaf=True)
+        outputs = [*(moved[place] for place in parts.moved), *(after[place] for place in places)]
+        pairs = [*zip(outputs, bars, strict=True), *([] if loss_bar is None else [(loss, loss_bar)])]
+        pairs = [(output, bar) for output, bar in pairs if output.requires_grad]
+        return list(
+            torch.autograd.grad(
+                [output for output, _ in pairs], inputs, [bar for _, bar in pairs], allow_unused=True
+            )
+        )
+
+
+def _for_loss(parts: Parts, leaves: list[Tensor], constants: list[OptionalTensor]) -> list[Tensor]:
     """The leaves that the loss takes."""
     if parts.pieces is not None:
         vectors = leaves[0].split([size for _, size, _ in parts.pieces])  # whose gradient is one `cat`
-        leaves = list(constants)
+        found = list(constants)
         for (place, _, shape), vector in zip(parts.pieces, vectors, strict=True):
-            leaves[place] = vector.view(shape)
+            found[place] = vector.view(shape)
+        return [found[place] for place in parts.argument_first]
     return [leaves[place] for place in parts.argument_first]
 
 

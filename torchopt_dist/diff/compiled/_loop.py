@@ -7,7 +7,7 @@ transform of ``torch.func``, it runs as in a loop that is not compiled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,13 +17,20 @@ from torch import Tensor
 from torchopt_dist._programs import Program
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import OptState
+from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints import Adjoint
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, WatchFn
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.compiled._flat import FlatModel, flattened
-from torchopt_dist.diff.compiled._functions import Parts, constants_of_loop, gradient, parts_of_loop, step
+from torchopt_dist.diff.compiled._functions import (
+    Parts,
+    constants_of_loop,
+    gradient,
+    parts_of_loop,
+    pulled_step,
+    step,
+)
 from torchopt_dist.diff.compiled._program import program_for
 
 __all__ = ["CompiledLoop", "compiled"]
@@ -36,6 +43,8 @@ class CompiledLoop(Loop):
     parts: Parts | None = None
     step: Program | None = None
     of_gradient: Program | None = None
+    of_pulled: Program | None = None
+    constants: Sequence[OptionalTensor] = ()
     before: Any = None
     """The first state, where the loop moves a vector in the place of a tree."""
 
@@ -88,8 +97,30 @@ class CompiledLoop(Loop):
 
         if record or watch is not None or self.watch is not None:
             return otherwise()
-        made = self._run(self.of_gradient, carry, number, False, otherwise)
+        made = self._run(self.of_gradient, number, (carry,), (False,), otherwise)
         return made if isinstance(made, Evaluation) else Evaluation(*made)
+
+    def pulled_step(
+        self,
+        carry: Carry,
+        number: int,
+        places: Sequence[int],
+        declared: Sequence[Tensor],
+        bars: Sequence[OptionalTensor],
+    ) -> list[OptionalTensor]:
+        """See :meth:`Loop.pulled_step`; one program does it, and makes of the step only what that needs."""
+        start, inputs = self.as_leaves(
+            carry, places
+        )  # the first step's parameters require grad, others do not
+        *given, loss_bar = bars
+        filled = [torch.zeros_like(x) if bar is None else bar for x, bar in zip(inputs, given, strict=True)]
+
+        def otherwise() -> list[OptionalTensor]:
+            return super(CompiledLoop, self).pulled_step(carry, number, places, declared, bars)
+
+        before = start, list(places), list(declared)
+        made: list[OptionalTensor] = self._run(self.of_pulled, number, before, (filled, loss_bar), otherwise)
+        return made
 
     def state_for_caller(self, state: OptState) -> OptState:
         """See :meth:`Loop.state_for_caller`."""
@@ -100,16 +131,32 @@ class CompiledLoop(Loop):
     def _step(
         self, carry: Carry, number: int, record: bool, otherwise: Callable[[], tuple[Carry, Tensor, Any]]
     ) -> tuple[Carry, Tensor, Any]:
-        made = self._run(self.step, carry, number, record, otherwise)
+        made = self._run(self.step, number, (carry,), (record,), otherwise, record=record)
         if isinstance(made[0], Carry):
             return made
         params, state, buffers, loss, aux = made
         return Carry(params, state, buffers), loss, aux
 
     def _run(
-        self, program: Program | None, carry: Carry, number: int, record: bool, otherwise: Callable[[], Any]
+        self,
+        program: Program | None,
+        number: int,
+        before: tuple[Any, ...],
+        after: tuple[Any, ...],
+        otherwise: Callable[[], Any],
+        *,
+        record: bool = False,
     ) -> Any:
-        """What a program makes, or what is made otherwise, where it must not or cannot be compiled."""
+        """What a program makes, or what is made otherwise, where it must not or cannot be compiled.
+
+        Args:
+            program: a program.
+            number: of the step, which says with which batch and random numbers.
+            before: its arguments between the parts and the constants.
+            after: its arguments after the batch.
+            otherwise: makes the same without it.
+            record: connect what it makes.
+        """
         assert program is not None
         if self.is_substituted or transforms_are_active():
             warnings.warn(
@@ -121,7 +168,7 @@ class CompiledLoop(Loop):
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             batch = () if self.batches is None else (self.batch(number),)
             seed_step(self.seed, number)
-            return program(self.parts, carry, constants_of_loop(self), batch, record, otherwise=otherwise)
+            return program(self.parts, *before, self.constants, batch, *after, otherwise=otherwise)
 
 
 def compiled(loop: Loop, adjoint: Adjoint) -> Loop:
@@ -148,5 +195,7 @@ def compiled(loop: Loop, adjoint: Adjoint) -> Loop:
         parts=parts,
         step=program_for(step, parts, loop.loss),
         of_gradient=program_for(gradient, parts, loop.loss),
+        of_pulled=program_for(pulled_step, parts, loop.loss),
+        constants=constants_of_loop(loop),
         before=before,
     )
