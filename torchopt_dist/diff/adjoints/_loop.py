@@ -91,6 +91,11 @@ class Loop:
         return self.others is not None or _substituting.get()
 
     @property
+    def is_inside_another(self) -> bool:
+        """Whether a loop around this one has replaced tensors."""
+        return _substituting.get()
+
+    @property
     def is_compiled(self) -> bool:
         """Whether a whole step is a program of torch's compiler."""
         return False

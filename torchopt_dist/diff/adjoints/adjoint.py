@@ -32,9 +32,6 @@ class Adjoint(ABC):
     runs_again: ClassVar[bool] = True
     """Whether steps may be run after ``run`` has returned, as a backward pass may do."""
 
-    takes_compiled: ClassVar[bool] = True
-    """Whether it gains by compiled steps: not where most run with others in the places of the caller's tensors."""
-
     @property
     def batches_again(self) -> int | None:
         """How many of the last batches are read again; ``None``: any, so that ``batches`` may not be an iterator."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
@@ -57,8 +56,6 @@ class EvolutionStrategies(Adjoint):
         >>> round(torch.autograd.grad(adapted.params, x)[0].item(), 1)  # 1 - 0.5**2
         0.8
     """
-
-    takes_compiled: ClassVar[bool] = False
 
     samples: int
     sigma: float
