@@ -69,7 +69,7 @@ class _Substitute(TorchFunctionMode):
     """As :class:`torchopt_dist.linear_solve._substitute.Substitute`, in words that the compiler can trace."""
 
     def __init__(self, found: list[Tensor], others: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found, self.others = found, others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +212,7 @@ def _for_loss(parts: Parts, leaves: list[Tensor], outside: Outside) -> list[Tens
     """The leaves that the loss takes."""
     if parts.pieces is not None:
         vectors = leaves[0].split([size for _, size, _ in parts.pieces])  # whose gradient is one `cat`
-        found = list(outside.constants)
+        found: list[Any] = list(outside.constants)
         for (place, _, shape), vector in zip(parts.pieces, vectors, strict=True):
             found[place] = vector.view(shape)
         return [found[place] for place in parts.argument_first]

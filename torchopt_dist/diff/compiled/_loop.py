@@ -125,7 +125,8 @@ class CompiledLoop(Loop):
         of_batch: list[Tensor] = []
 
         def arguments(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-            of_batch[:] = [x for x in pytree.flatten(batch)[0] if isinstance(x, Tensor) and x.requires_grad]
+            tree: Any = batch
+            of_batch[:] = [x for x in pytree.flatten(tree)[0] if isinstance(x, Tensor) and x.requires_grad]
             own = {id(x): leaf_like(x) for x in of_batch}
             if own:
                 batch = pytree.map_tensors(lambda x: own.get(id(x), x), batch)
