@@ -178,7 +178,11 @@ class Served:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **env},
+            env={
+                **os.environ,
+                **env,
+                "PYTHONDONTWRITEBYTECODE": "",
+            },  # as by default: imports are part of a first call
         )
         if which == "jax":
             os.sched_setaffinity(self.process.pid, [max(os.sched_getaffinity(0))])

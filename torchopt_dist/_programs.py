@@ -44,6 +44,7 @@ class Program:
         constant: what names of guards begin with on what is the same at each call.
         check: raises for a graph that must not become a program.
         warns: whether a refusal is told; not where another program takes this one's place.
+        again: a function and its arguments that find or make this program in another process.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Program:
         *,
         check: Callable[[Any], None] | None = None,
         warns: bool = True,
+        again: tuple[Callable[..., Program], tuple[Any, ...]] | None = None,
     ) -> None:
         own = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
@@ -62,7 +64,13 @@ class Program:
         if check is not None:
             how["backend"] = _Checked(check, how["backend"])
         self._compiled = torch.compile(own, fullgraph=True, dynamic=False, **how)
-        self._name, self._warns, self._is_refused, self.has_run = name, warns, False, False
+        self._name, self._warns, self._again = name, warns, again
+        self._is_refused, self.has_run = False, False
+
+    def __reduce__(self) -> tuple[Callable[..., Program], tuple[Any, ...]]:
+        if self._again is None:
+            raise TypeError(f"the program of {self._name} stays in its process")
+        return self._again
 
     def __call__(self, *arguments: Any, otherwise: Callable[[], Any]) -> Any:
         """Run the program, which is compiled before if there is none for arguments like these.

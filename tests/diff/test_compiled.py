@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ def found_by(problem: Problem, adjoint: Any, *, compile: bool) -> list[Tensor]:
 def test_every_adjoint_with_every_optimizer(optimizer: str, kind: str) -> None:
     problem = Problem(kind, optimizer)
     for name, adjoint in {**ALL, "replayed by memory": todist.Replayed(memory="3KiB")}.items():
-        if name == "implicit" or not adjoint.takes_compiled:
+        if name == "implicit":
             continue
         found = found_by(problem, adjoint, compile=True)
         expected = found_by(problem, adjoint, compile=False)
@@ -218,12 +219,68 @@ def test_implicit_gradients() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("adjoint", [ALL[name] for name in ALL if "evolution" in name], ids=repr)
-def test_evolution_strategies_run_as_they_are(adjoint: Any) -> None:
-    problem = Problem("tree", "sgd")
-    with pytest.warns(UserWarning, match="runs as without it by .*EvolutionStrategies"):
-        found = found_by(problem, adjoint, compile=True)
-    torch.testing.assert_close(found, found_by(problem, adjoint, compile=False))
+def test_a_pair_of_loops_goes_to_another_process_and_is_compiled_there() -> None:
+    """As with ``parallel=``: what a worker gets is a pickle, and it has no program yet."""
+    problem, sent = Problem("module", "adam"), []
+
+    def elsewhere(pairs: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(seeds: Tensor) -> Tensor:
+            sent.append(cloudpickle.dumps(pairs))
+            _program._program.cache_clear()
+            made: Tensor = cloudpickle.loads(sent[-1])(seeds)
+            assert _program._program.cache_info().currsize > 0
+            return made
+
+        return run
+
+    adjoint = todist.EvolutionStrategies(samples=2, sigma=0.1)
+    there = todist.EvolutionStrategies(samples=2, sigma=0.1, parallel=elsewhere)
+    found = found_by(problem, there, compile=True)
+    assert len(sent) == 1
+    for one, other in zip(found, found_by(problem, adjoint, compile=False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed(), todist.Truncated(2)], ids=repr)
+def test_batches_may_draw_random_numbers_and_have_a_history(adjoint: Any) -> None:
+    scale = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def run(compile: bool) -> tuple[Tensor, ...]:
+        made = todist.inner_loop(
+            lambda w, x: (x * w**2).sum() + (torch.rand(2, dtype=torch.float64) * w).sum(),
+            todist.adam(lr=0.1),
+            w,
+            lambda step: (scale * (1 + step)).sin() + torch.rand(2, dtype=torch.float64),
+            steps=3,
+            meta=scale,
+            seed=5,
+            adjoint=adjoint,
+            compile=compile,
+        )
+        return made.losses, *torch.autograd.grad(made.params.sum(), (scale,))
+
+    torch.testing.assert_close(run(True), run(False))
+
+
+def test_tensors_of_batches_that_depend_on_each_other() -> None:
+    x = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def run(compile: bool) -> tuple[Tensor, ...]:
+        y = x.exp()
+        made = todist.inner_loop(
+            lambda w, batch: (y * batch * w**2).sum(),
+            todist.adam(lr=0.1),
+            w,
+            [x, y, x],
+            meta=(x, y),
+            adjoint=todist.Replayed(),
+            compile=compile,
+        )
+        return made.losses, *torch.autograd.grad(made.params.sum(), (x, w))
+
+    torch.testing.assert_close(run(True), run(False))
 
 
 def test_a_normalized_module_with_buffers() -> None:

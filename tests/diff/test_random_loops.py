@@ -118,9 +118,8 @@ class Drawn:
             loss,
             self.optimizer(self.lr),
             dict(self.net.named_parameters()) if self.is_tree else self.net,
-            list(xs) if compile or self.reads == "rows" else lambda step: xs[step],
-            # Tensors that depend on each other are not compiled.
-            meta=(self.weights, self.factor, *(() if compile else (self.scale, xs))),
+            list(xs) if self.reads == "rows" else lambda step: xs[step],
+            meta=(self.weights, self.factor, self.scale, xs),
             adjoint=adjoint,
             has_aux=self.has_aux,
             seed=self.seed,

@@ -274,7 +274,7 @@ def _inner_loop(
             "todist.Recorded()"
         )
     if compile:
-        loop = compiled(loop, adjoint)
+        loop = compiled(loop)
     if parallel is not None:
         loop = parallel.spread(loop, adjoint, meta)
     recording = torch.is_grad_enabled()

@@ -148,4 +148,4 @@ def _check_shapes(places: list[int], grads: list[Tensor], fields: dict[str, list
 
 def _is_left_out(tree: Any, spec: pytree.PyTreeSpec) -> bool:
     """Whether a field is ``()`` because these options have no use for it, and not since there are no parameters."""
-    return tree == () and spec.num_leaves > 0
+    return isinstance(tree, tuple) and not tree and spec.num_leaves > 0

@@ -20,7 +20,9 @@ __all__ = [
     "depends_on_others",
     "differentiable",
     "edge_of",
+    "leaf_like",
     "leaf_of",
+    "leaves_at",
     "nodes_between",
     "tensors_of_batches",
     "tensors_of_meta",
@@ -189,3 +191,16 @@ def depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
             behind.add(node)
             waiting += [following for following, _ in node.next_functions]
     return not own.isdisjoint(behind)
+
+
+def leaf_like(tensor: Tensor) -> Tensor:
+    """The same values as a leaf that requires grad."""
+    return tensor.detach().requires_grad_()
+
+
+def leaves_at(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    """The tensors, with leaves in the places of those at ``places``."""
+    made = list(tensors)
+    for place in places:
+        made[place] = leaf_like(made[place])
+    return made

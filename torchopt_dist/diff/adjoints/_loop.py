@@ -22,6 +22,7 @@ from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist._vjp import pulled_back
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._carry import (
     Batches,
@@ -33,7 +34,7 @@ from torchopt_dist.diff.adjoints._carry import (
     StopFn,
     WatchFn,
 )
-from torchopt_dist.diff.adjoints._declared import differentiable
+from torchopt_dist.diff.adjoints._declared import differentiable, leaves_at
 from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
@@ -91,6 +92,11 @@ class Loop:
     def is_substituted(self) -> bool:
         """Whether the tensors that the loop was given are replaced by others: here, or in a loop around it."""
         return self.others is not None or _substituting.get()
+
+    @property
+    def is_inside_another(self) -> bool:
+        """Whether a loop around this one has replaced tensors."""
+        return _substituting.get()
 
     @property
     def is_compiled(self) -> bool:
@@ -189,6 +195,43 @@ class Loop:
         """A step with its whole graph, including that of the gradient."""
         found = self.gradient(carry, number, record=True)
         return self.moved(carry, found, record=True), found.loss, found.aux
+
+    def pulled_step(
+        self,
+        carry: Carry,
+        number: int,
+        places: Sequence[int],
+        declared: Sequence[Tensor],
+        bars: Sequence[OptionalTensor],
+    ) -> list[OptionalTensor]:
+        """Gradients of a step's results → of what it starts from, and of what is declared.
+
+        Args:
+            carry: what the step starts from.
+            number: of the step.
+            places: of the leaves of the state that may have a gradient.
+            declared: what else there is a gradient for.
+            bars: of the moved parameters, of the state's leaves at ``places``, and of the loss; ``None`` for zero.
+
+        Returns:
+            One a moved parameter, one a place, one a declared tensor; ``None`` for one that is not used.
+        """
+        given, inputs = self.as_leaves(carry, places)
+        after, loss, _aux = self.recorded_step(given, number)
+        return pulled_back([*self.with_gradient(after, places), loss], bars, [*inputs, *declared])
+
+    def as_leaves(self, carry: Carry, places: Sequence[int]) -> tuple[Carry, list[Tensor]]:
+        """The same values as leaves of a graph, and these: of the parameters, then of the state at ``places``."""
+        params = leaves_at(carry.params, self.model.moved_places)
+        state, spec = pytree.flatten(carry.state)
+        made = Carry(self._tied(params), pytree.unflatten(spec, leaves_at(state, places)), carry.buffers)
+        return made, self.with_gradient(made, places)
+
+    def with_gradient(self, carry: Carry, places: Sequence[int]) -> list[Tensor]:
+        """The tensors of a carry that may have a gradient: moved parameters, then the state's leaves at ``places``."""
+        state = pytree.flatten(carry.state)[0]
+        moved = [carry.params[place] for place in self.model.moved_places]
+        return [*moved, *(state[place] for place in places)]
 
     def plain_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """A step as in training: no graph is left."""

@@ -32,9 +32,6 @@ class Adjoint(ABC):
     runs_again: ClassVar[bool] = True
     """Whether steps may be run after ``run`` has returned, as a backward pass may do."""
 
-    takes_compiled: ClassVar[bool] = True
-    """Whether it gains by compiled steps: not where most run with others in the places of the caller's tensors."""
-
     first_has_gradient: ClassVar[bool] = True
     """Whether the initial parameters get a gradient, also if ``meta`` does not list them."""
 

@@ -58,7 +58,6 @@ class EvolutionStrategies(Adjoint):
         0.8
     """
 
-    takes_compiled: ClassVar[bool] = False
     first_has_gradient: ClassVar[bool] = False
 
     samples: int

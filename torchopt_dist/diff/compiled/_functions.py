@@ -8,11 +8,13 @@ and one with its backward where grad mode is on. Both call the loss, and take it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
@@ -22,7 +24,7 @@ from torchopt_dist.nn.module_state import module_clone
 from torchopt_dist.transform.apply_updates import apply_updates
 from torchopt_dist.transform.base import GradientTransformation
 
-__all__ = ["Parts", "constants_of_loop", "gradient", "parts_of_loop", "step"]
+__all__ = ["Outside", "Parts", "constants_of_loop", "gradient", "parts_of_loop", "pulled_step", "step"]
 
 
 class Parts(NamedTuple):
@@ -46,6 +48,42 @@ class Parts(NamedTuple):
     buffers: tuple[str, ...]
     """The names of the module's buffers."""
     has_aux: bool
+
+
+class Outside(NamedTuple):
+    """Tensors that are the same in all steps of a loop."""
+
+    constants: list[OptionalTensor]
+    """See :func:`constants_of_loop`."""
+    declared: list[Tensor]
+    """Those that the loss or the optimizer uses and that others stand for; empty, unless some do."""
+    others: list[Tensor]
+    """What stands for each of ``declared``."""
+
+    def substituted(self) -> AbstractContextManager[Any]:
+        """A context in which the others are in the places of ``declared``."""
+        return _Substitute(self.declared, self.others) if self.declared else nullcontext()
+
+
+class _Substitute(TorchFunctionMode):
+    """As :class:`torchopt_dist.linear_solve._substitute.Substitute`, in words that the compiler can trace."""
+
+    def __init__(self, found: list[Tensor], others: list[Tensor]) -> None:
+        super().__init__()
+        self.found, self.others = found, others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {name: self._other(arg) for name, arg in (kwargs or {}).items()}
+        return func(*[self._other(arg) for arg in args], **named)
+
+    def _other(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            for found, other in zip(self.found, self.others, strict=True):
+                if arg is found:
+                    return other
+        if type(arg) in (tuple, list):
+            return type(arg)([self._other(part) for part in arg])
+        return arg
 
 
 class _LossOfModule(nn.Module):
@@ -84,9 +122,12 @@ def parts_of_loop(loop: Loop) -> Parts:
     )
 
 
-def constants_of_loop(loop: Loop) -> list[Tensor]:
-    """The leaves for the loss where the loop moves a vector; those that are in it stand for their places only."""
-    return loop.model.model.leaves if isinstance(loop.model, FlatModel) else []
+def constants_of_loop(loop: Loop) -> list[OptionalTensor]:
+    """The leaves for the loss where the loop moves a vector, ``None`` for those that are in it."""
+    if not isinstance(loop.model, FlatModel):
+        return []
+    in_vector = {place for place, *_ in loop.model.pieces}
+    return [None if place in in_vector else leaf for place, leaf in enumerate(loop.model.model.leaves)]
 
 
 def _places(model: Model) -> Any:
@@ -95,7 +136,7 @@ def _places(model: Model) -> Any:
 
 
 def gradient(
-    parts: Parts, carry: Carry, constants: list[Tensor], batch: tuple[Any, ...], record: bool
+    parts: Parts, carry: Carry, outside: Outside, batch: tuple[Any, ...], record: bool
 ) -> tuple[Tensor, Any, list[OptionalTensor], list[Tensor]]:
     """As :meth:`Loop.gradient`: the loss, what else it returned, a gradient for each leaf, and the buffers after it."""
     with torch.enable_grad():
@@ -104,7 +145,7 @@ def gradient(
             leaf = leaves[place]
             leaves[place] = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
         wanted = [leaves[place] for place in parts.moved]
-        value, buffers = _called(parts, _for_loss(parts, leaves, constants), carry.buffers, batch)
+        value, buffers = _called(parts, _for_loss(parts, leaves, outside), carry.buffers, batch, outside)
         aux = None
         if parts.has_aux:
             value, aux = value
@@ -120,39 +161,80 @@ def gradient(
 
 
 def step(
-    parts: Parts, carry: Carry, constants: list[Tensor], batch: tuple[Any, ...], record: bool
+    parts: Parts, carry: Carry, outside: Outside, batch: tuple[Any, ...], record: bool
 ) -> tuple[list[Tensor], OptState, list[Tensor], Tensor, Any]:
     """As :meth:`Loop.recorded_step`: the parameters, the state and the buffers after a step, its loss, what else."""
-    loss, aux, grads, buffers = gradient(parts, carry, constants, batch, record)
+    loss, aux, grads, buffers = gradient(parts, carry, outside, batch, record)
     template = parts.template
     params = _filled(template, carry.params)
-    updates, state = parts.optimizer.update(
-        _filled(template, grads), carry.state, params=params, inplace=False
-    )
+    with outside.substituted():
+        updates, state = parts.optimizer.update(
+            _filled(template, grads), carry.state, params=params, inplace=False
+        )
     leaves = _leaves(template, apply_updates(params, updates, inplace=False))
     return [leaves[place] for place in parts.first], state, buffers, loss, aux
 
 
-def _for_loss(parts: Parts, leaves: list[Tensor], constants: list[Tensor]) -> list[Tensor]:
+def pulled_step(
+    parts: Parts,
+    carry: Carry,
+    places: list[int],
+    declared: list[Tensor],
+    outside: Outside,
+    batch: tuple[Any, ...],
+    bars: list[Tensor],
+    loss_bar: OptionalTensor,
+) -> list[OptionalTensor]:
+    """As :meth:`Loop.pulled_step`, where ``bars`` are of the parameters, then of the state, and none is missing."""
+    with torch.enable_grad():
+        params, (state, spec) = list(carry.params), optree.tree_flatten(carry.state, none_is_leaf=True)
+        for place in parts.moved:
+            params[place] = params[place].detach().requires_grad_()
+        for place in places:
+            state[place] = state[place].detach().requires_grad_()
+        inputs = [*(params[place] for place in parts.moved), *(state[place] for place in places), *declared]
+        given = Carry(
+            [params[place] for place in parts.first], optree.tree_unflatten(spec, state), carry.buffers
+        )
+        moved, state_after, _, loss, _ = step(parts, given, outside, batch, True)
+        after = optree.tree_leaves(state_after, none_is_leaf=True)
+        outputs = [*(moved[place] for place in parts.moved), *(after[place] for place in places)]
+        pairs = [*zip(outputs, bars, strict=True), *([] if loss_bar is None else [(loss, loss_bar)])]
+        pairs = [(output, bar) for output, bar in pairs if output.requires_grad]
+        return list(
+            torch.autograd.grad(
+                [output for output, _ in pairs], inputs, [bar for _, bar in pairs], allow_unused=True
+            )
+        )
+
+
+def _for_loss(parts: Parts, leaves: list[Tensor], outside: Outside) -> list[Tensor]:
     """The leaves that the loss takes."""
     if parts.pieces is not None:
         vectors = leaves[0].split([size for _, size, _ in parts.pieces])  # whose gradient is one `cat`
-        leaves = list(constants)
+        found: list[Any] = list(outside.constants)
         for (place, _, shape), vector in zip(parts.pieces, vectors, strict=True):
-            leaves[place] = vector.view(shape)
+            found[place] = vector.view(shape)
+        return [found[place] for place in parts.argument_first]
     return [leaves[place] for place in parts.argument_first]
 
 
 def _called(
-    parts: Parts, leaves: Sequence[Tensor], buffers: Sequence[Tensor], batch: tuple[Any, ...]
+    parts: Parts,
+    leaves: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    batch: tuple[Any, ...],
+    outside: Outside,
 ) -> tuple[Any, list[Tensor]]:
     given = _filled(parts.argument, leaves)
     if not isinstance(parts.call, _LossOfModule):
-        return parts.call(given, *batch), []
+        with outside.substituted():
+            return parts.call(given, *batch), []
     tensors = {f"adapted.{name}": leaf for name, leaf in given.items()}
     for name, buffer in zip(parts.buffers, buffers, strict=True):
         tensors[f"adapted.{name}"] = buffer.clone()
-    value = torch.func.functional_call(parts.call, tensors, batch)
+    with outside.substituted():
+        value = torch.func.functional_call(parts.call, tensors, batch)
     return value, [tensors[f"adapted.{name}"] for name in parts.buffers]
 
 

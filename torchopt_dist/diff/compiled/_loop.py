@@ -7,23 +7,33 @@ transform of ``torch.func``, it runs as in a loop that is not compiled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchopt_dist import pytree
 from torchopt_dist._programs import Program
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import OptState
-from torchopt_dist.diff.adjoints import Adjoint
+from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, WatchFn
+from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.compiled._flat import FlatModel, flattened
-from torchopt_dist.diff.compiled._functions import Parts, constants_of_loop, gradient, parts_of_loop, step
+from torchopt_dist.diff.compiled._functions import (
+    Outside,
+    Parts,
+    constants_of_loop,
+    gradient,
+    parts_of_loop,
+    pulled_step,
+    step,
+)
 from torchopt_dist.diff.compiled._program import program_for
 
 __all__ = ["CompiledLoop", "compiled"]
@@ -36,6 +46,8 @@ class CompiledLoop(Loop):
     parts: Parts | None = None
     step: Program | None = None
     of_gradient: Program | None = None
+    of_pulled: Program | None = None
+    constants: list[OptionalTensor] = field(default_factory=list)
     before: Any = None
     """The first state, where the loop moves a vector in the place of a tree."""
 
@@ -88,8 +100,52 @@ class CompiledLoop(Loop):
 
         if record or watch is not None or self.watch is not None:
             return otherwise()
-        made = self._run(self.of_gradient, carry, number, False, otherwise)
+        made = self._run(
+            self.of_gradient,
+            number,
+            lambda batch: (carry, self._outside(), self._cut_batch(batch), False),
+            otherwise,
+        )
         return made if isinstance(made, Evaluation) else Evaluation(*made)
+
+    def pulled_step(
+        self,
+        carry: Carry,
+        number: int,
+        places: Sequence[int],
+        declared: Sequence[Tensor],
+        bars: Sequence[OptionalTensor],
+    ) -> list[OptionalTensor]:
+        """See :meth:`Loop.pulled_step`; one program does it, and makes of the step only what that needs."""
+        start, inputs = self.as_leaves(
+            carry, places
+        )  # the first step's parameters require grad, others do not
+        *given, loss_bar = bars
+        filled = [torch.zeros_like(x) if bar is None else bar for x, bar in zip(inputs, given, strict=True)]
+        of_batch: list[Tensor] = []
+
+        def arguments(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+            tree: Any = batch
+            of_batch[:] = [x for x in pytree.flatten(tree)[0] if isinstance(x, Tensor) and x.requires_grad]
+            own = {id(x): leaf_like(x) for x in of_batch}
+            if own:
+                batch = pytree.map_tensors(lambda x: own.get(id(x), x), batch)
+            wanted = [*declared, *(own[id(x)] for x in of_batch)]
+            return start, list(places), wanted, self._outside(), batch, filled, loss_bar
+
+        def otherwise() -> list[OptionalTensor]:
+            del of_batch[:]
+            return super(CompiledLoop, self).pulled_step(carry, number, places, declared, bars)
+
+        made: list[OptionalTensor] = self._run(
+            self.of_pulled, number, arguments, otherwise, batch_with_history=True
+        )
+        if not of_batch:
+            return made
+        count = len(made) - len(of_batch)
+        more = pulled_back(of_batch, made[count:], declared)
+        first = count - len(declared)
+        return [*made[:first], *map(plus, made[first:count], more)]
 
     def state_for_caller(self, state: OptState) -> OptState:
         """See :meth:`Loop.state_for_caller`."""
@@ -100,42 +156,75 @@ class CompiledLoop(Loop):
     def _step(
         self, carry: Carry, number: int, record: bool, otherwise: Callable[[], tuple[Carry, Tensor, Any]]
     ) -> tuple[Carry, Tensor, Any]:
-        made = self._run(self.step, carry, number, record, otherwise)
+        def arguments(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+            return carry, self._outside(), batch if record else self._cut_batch(batch), record
+
+        made = self._run(self.step, number, arguments, otherwise, record=record)
         if isinstance(made[0], Carry):
             return made
         params, state, buffers, loss, aux = made
         return Carry(params, state, buffers), loss, aux
 
+    def _outside(self) -> Outside:
+        if self.others is None:
+            return Outside(self.constants, [], [])
+        return Outside(self.constants, list(self.declared), list(self.others))
+
+    def _cut_batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same batch; what may be one of the others is another tensor, so that all steps have one program."""
+        return batch if self.others is None else pytree.map_tensors(Tensor.detach, batch)
+
     def _run(
-        self, program: Program | None, carry: Carry, number: int, record: bool, otherwise: Callable[[], Any]
+        self,
+        program: Program | None,
+        number: int,
+        arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+        otherwise: Callable[[], Any],
+        *,
+        record: bool = False,
+        batch_with_history: bool = False,
     ) -> Any:
-        """What a program makes, or what is made otherwise, where it must not or cannot be compiled."""
+        """What a program makes, or what is made otherwise, where it must not or cannot be compiled.
+
+        Args:
+            program: a program.
+            number: of the step, which says with which batch and random numbers.
+            arguments: the loss's arguments after the parameters → those of the program after the parts.
+            otherwise: makes the same without it.
+            record: connect what it makes.
+            batch_with_history: connect the batch to the tensors that it is made of.
+        """
         assert program is not None
-        if self.is_substituted or transforms_are_active():
+        if self.is_inside_another or transforms_are_active():
             warnings.warn(
-                "an inner loop with compile=True runs as without it inside of another one that is replayed, and where "
-                "what the loss uses is computed from what else it uses",
+                "an inner loop with compile=True runs as without it inside of another one that is replayed",
                 stacklevel=4,
             )
             return otherwise()
         with torch.set_grad_enabled(record), Turn(exclusive=True):
-            batch = () if self.batches is None else (self.batch(number),)
-            seed_step(self.seed, number)
-            return program(self.parts, carry, constants_of_loop(self), batch, record, otherwise=otherwise)
+            seed_step(self.seed, number)  # which a batch's random numbers come from, too
+            batch: tuple[Any, ...] = ()
+            if self.batches is not None:
+                with self.substituted(), torch.set_grad_enabled(record or batch_with_history):
+                    batch = (self.batch(number),)
+                if self.others is not None:  # a tensor of the batches may be declared itself
+                    new = {id(old): other for old, other in zip(self.declared, self.others, strict=True)}
+                    batch = pytree.map_tensors(lambda x: new.get(id(x), x), batch)
+            return program(self.parts, *arguments(batch), otherwise=otherwise)
 
 
-def compiled(loop: Loop, adjoint: Adjoint) -> Loop:
+def compiled(loop: Loop) -> Loop:
     """The same loop, whose steps are compiled; the loop itself, and a warning, where they cannot be.
 
     Its first gradient is taken as in a loop that is not, to see which parameters the loss uses.
     """
     if loop.steps == 0:
         return loop
-    if transforms_are_active() or not adjoint.takes_compiled:
-        where = (
-            "inside of torch.func's transforms" if adjoint.takes_compiled else f"by {type(adjoint).__name__}"
+    if transforms_are_active():
+        warnings.warn(
+            "an inner loop with compile=True runs as without it inside of torch.func's transforms",
+            stacklevel=4,
         )
-        warnings.warn(f"an inner loop with compile=True runs as without it {where}", stacklevel=4)
         return loop
     with kept_generators():
         found = loop.gradient(loop.cut(loop.first), 0, record=False)
@@ -148,5 +237,7 @@ def compiled(loop: Loop, adjoint: Adjoint) -> Loop:
         parts=parts,
         step=program_for(step, parts, loop.loss),
         of_gradient=program_for(gradient, parts, loop.loss),
+        of_pulled=program_for(pulled_step, parts, loop.loss),
+        constants=constants_of_loop(loop),
         before=before,
     )

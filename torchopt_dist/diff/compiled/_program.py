@@ -30,4 +30,4 @@ def program_for(function: Callable[..., Any], parts: Parts, loss: Callable[..., 
 
 @lru_cache(maxsize=64)
 def _program(function: Callable[..., Any], kind: Parts) -> Program:
-    return Program(function, "an inner loop", _BY_KIND)
+    return Program(function, "an inner loop", _BY_KIND, again=(_program, (function, kind)))

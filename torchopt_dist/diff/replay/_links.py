@@ -11,8 +11,8 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pulled_back
+from torchopt_dist.diff.adjoints._declared import leaf_like, leaves_at
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
-from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at
 from torchopt_dist.transform._recorded_gradients import update_by_own
 from torchopt_dist.transform.base import ChainedGradientTransformation
 

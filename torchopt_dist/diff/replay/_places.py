@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._types import OptionalTensor
+from torchopt_dist.diff.adjoints._declared import leaf_like, leaves_at
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
-from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at
 
 __all__ = ["has_derivative", "of_frozen_parameters", "portions", "state_places"]
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pulled_back
+from torchopt_dist.diff.adjoints._declared import leaves_at
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 
-__all__ = ["Graph", "graph_of", "leaf_like", "leaves_at"]
+__all__ = ["Graph", "graph_of"]
 
 
 class Graph(NamedTuple):
@@ -52,16 +53,3 @@ def graph_of(loop: Loop, carry: Carry, number: int) -> Graph:
         if loss.requires_grad:
             grads = recorded_gradients(loss.sum(), inputs)
         return Graph(inputs, loss, grads)
-
-
-def leaf_like(tensor: Tensor) -> Tensor:
-    """The same values as a leaf that requires grad."""
-    return tensor.detach().requires_grad_()
-
-
-def leaves_at(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
-    """The tensors, with leaves in the places of those at ``places``."""
-    made = list(tensors)
-    for place in places:
-        made[place] = leaf_like(made[place])
-    return made

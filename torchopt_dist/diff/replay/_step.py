@@ -15,14 +15,13 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus, pulled_back
-from torchopt_dist.diff.adjoints._declared import leaf_of, nodes_between
+from torchopt_dist.diff.adjoints._declared import leaf_like, leaf_of, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 from torchopt_dist.diff.adjoints._undeclared import refuse
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._links import through_links
 from torchopt_dist.diff.replay._own_memory import add_to, apart_from, own, room_like
 from torchopt_dist.diff.replay._places import portions
-from torchopt_dist.diff.replay._reverse_mode import leaf_like, leaves_at
 from torchopt_dist.diff.replay._sweeps import ByRecording, Direction, SweepMode, small_graph, sweeps_for
 from torchopt_dist.errors import CollectiveError
 from torchopt_dist.ops._columns import put
@@ -122,19 +121,11 @@ class StepGradient:
 
     def inputs(self, carry: Carry) -> tuple[Carry, list[Tensor]]:
         """The same values as leaves of a graph, and these leaves: of the parameters, then of the state."""
-        places = self._loop.model.moved_places
-        params = leaves_at(carry.params, places)
-        leaves, spec = pytree.flatten(carry.state)
-        leaves = leaves_at(leaves, self._places)
-        inputs = [*(params[place] for place in places), *(leaves[place] for place in self._places)]
-        tied = [params[place] for place in self._loop.model.first_places]
-        return Carry(tied, pytree.unflatten(spec, leaves), carry.buffers), inputs
+        return self._loop.as_leaves(carry, self._places)
 
     def outputs(self, carry: Carry) -> list[Tensor]:
         """The tensors of a carry that may have a gradient: parameters, then leaves of the state."""
-        leaves = pytree.flatten(carry.state)[0]
-        moved = [carry.params[place] for place in self._loop.model.moved_places]
-        return [*moved, *(leaves[place] for place in self._places)]
+        return self._loop.with_gradient(carry, self._places)
 
     def _through_update(
         self,
@@ -244,11 +235,9 @@ class StepGradient:
     def _recorded(
         self, carry: Carry, number: int, bars: Bars, loss_bar: OptionalTensor
     ) -> tuple[Bars, list[OptionalTensor]]:
-        given, inputs = self.inputs(carry)
-        after, loss, _aux = self._loop.recorded_step(given, number)
-        outputs = [*self.outputs(after), loss]
-        pulled = pulled_back(outputs, [*bars.params, *bars.state, loss_bar], [*inputs, *self._declared])
-        count, more = len(bars.params), len(inputs)
+        weights = [*bars.params, *bars.state, loss_bar]
+        pulled = self._loop.pulled_step(carry, number, self._places, self._declared, weights)
+        count, more = len(bars.params), len(bars.params) + len(bars.state)
         return Bars(pulled[:count], pulled[count:more]), pulled[more:]
 
     def undeclared(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

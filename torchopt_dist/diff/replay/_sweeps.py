@@ -24,12 +24,12 @@ from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import bytes_of_results
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pulled_back
-from torchopt_dist.diff.adjoints._declared import nodes_between
+from torchopt_dist.diff.adjoints._declared import leaves_at, nodes_between
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.replay._blocks import Tangents, sweep
 from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._duals import NoForwardModeError, loses_tangents
-from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of, leaves_at
+from torchopt_dist.diff.replay._reverse_mode import Graph, graph_of
 from torchopt_dist.diff.replay._snapshots import bytes_of
 from torchopt_dist.errors import CollectiveError
 from torchopt_dist.ops._columns import put

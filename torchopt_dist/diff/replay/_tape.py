@@ -19,7 +19,7 @@ from torchopt_dist._torch_private import memory_is_shared, outside_of_transforms
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
-from torchopt_dist.diff.adjoints._declared import depend_on_each_other, differentiable
+from torchopt_dist.diff.adjoints._declared import depend_on_each_other, differentiable, leaf_like
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._undeclared import refuse
@@ -27,7 +27,6 @@ from torchopt_dist.diff.replay._blockwise import BlockwiseLoop
 from torchopt_dist.diff.replay._constants import expanded, filled
 from torchopt_dist.diff.replay._places import state_places
 from torchopt_dist.diff.replay._plan import Plan, WayBack
-from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._snapshots import Store
 from torchopt_dist.diff.replay._step import Bars, Start, StepGradient
 from torchopt_dist.diff.replay._sweeps import SweepMode

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus, pulled_back
+from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
-from torchopt_dist.diff.replay._reverse_mode import leaf_like
 from torchopt_dist.diff.replay._step import Bars, StepGradient
 
 __all__ = ["Trail", "back_through_pull"]
