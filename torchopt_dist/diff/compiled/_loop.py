@@ -201,6 +201,10 @@ class CompiledLoop(Loop):
                 stacklevel=4,
             )
             return otherwise()
+        if (
+            self.met is not None and number == 0
+        ):  # a program uses the same tensors at each step, and says not which
+            return otherwise()
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             seed_step(self.seed, number)  # which a batch's random numbers come from, too
             batch: tuple[Any, ...] = ()
@@ -209,7 +213,14 @@ class CompiledLoop(Loop):
                     batch = (self.batch(number),)
                 if self.others is not None:  # a tensor of the batches may be declared itself
                     new = {id(old): other for old, other in zip(self.declared, self.others, strict=True)}
+                    if self.met is not None:
+                        tree: Any = batch
+                        self.met.update({*map(id, pytree.flatten(tree)[0])} & new.keys())
                     batch = pytree.map_tensors(lambda x: new.get(id(x), x), batch)
+            if (
+                self.met is not None and number == 0
+            ):  # a program uses the same tensors at each step, and does not say
+                return otherwise()
             return program(self.parts, *arguments(batch), otherwise=otherwise)
 
 
