@@ -15,6 +15,7 @@ PROGRAMS ?= 2000
 LOSSES ?= 50
 ONLY ?=
 EXAMPLES ?=
+SPHINX ?=
 ENGINES ?= ray dask monarch
 TORCHES ?= 2.11.0 2.13.0 newest
 
@@ -83,7 +84,7 @@ types: $(STAMP) ## static types
 	$(BIN)/mypy
 
 docs: $(STAMP) ## the documentation, into docs/_build
-	$(BIN)/sphinx-build -W --keep-going -n docs docs/_build
+	$(BIN)/sphinx-build -W --keep-going -n $(SPHINX) docs docs/_build
 
 pictures: $(STAMP) ## draw README's pictures in docs/images anew
 	$(BIN)/python docs/pictures.py

@@ -28,6 +28,8 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
+if "without_sources" in tags:  # noqa: F821  # Sphinx has defined it
+    extensions.remove("sphinx.ext.viewcode")
 exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence"]

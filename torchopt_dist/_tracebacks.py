@@ -16,7 +16,7 @@ __all__ = ["format_error", "from_user_code", "show_user_frames", "summary"]
 
 HIDDEN = tuple(
     os.path.join(os.path.dirname(__file__), *place)
-    for place in (("distributed", ""), ("launching", ""), ("_future.py",), ("_threads.py",))
+    for place in (("distributed", ""), ("launching", ""), ("_future.py",), ("_options.py",), ("_threads.py",))
 )
 """The folders and files that call a user's functions."""
 LONGEST = 500

@@ -116,13 +116,17 @@ def found_by(problem: Problem, adjoint: Any, *, compile: bool) -> list[Tensor]:
     return [made.losses, *todist.pytree.flatten(made.state)[0], *filled]
 
 
+OF_STRATEGIES = ("sgd module", "adam of numbers module", "schedule module", "adamw tree")
+"""Loops run again with noise have programs of their own, which are no others for other optimizers."""
+
+
 @pytest.mark.parametrize(
     ("optimizer", "kind"), [*((name, "module") for name in OPTIMIZERS), ("adamw", "tree")]
 )
 def test_every_adjoint_with_every_optimizer(optimizer: str, kind: str) -> None:
     problem = Problem(kind, optimizer)
     for name, adjoint in {**ALL, "replayed by memory": todist.Replayed(memory="3KiB")}.items():
-        if name == "implicit":
+        if name == "implicit" or ("strategies" in name and f"{optimizer} {kind}" not in OF_STRATEGIES):
             continue
         found = found_by(problem, adjoint, compile=True)
         expected = found_by(problem, adjoint, compile=False)

@@ -12,6 +12,8 @@ import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL
 from torchopt_dist.transform import add_decayed_weights
 
+# Memory is looked at here, and no gradient, so most loops have no `meta`.
+pytestmark = pytest.mark.filterwarnings("ignore:nothing gets a gradient from this loop")
 D = torch.float64
 
 OPTIMIZERS = {
