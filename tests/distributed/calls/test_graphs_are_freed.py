@@ -13,6 +13,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import cube, kept_on, remote, vectors
+from tests.waits import wait_until
 from torchopt_dist.distributed.group.group import current_group
 
 
@@ -85,8 +86,10 @@ def test_a_recorded_backward_that_fails_leaves_no_graph_at_the_caller(world):
                 torch.autograd.grad(loss, x, create_graph=True)
             graph = weakref.ref(loss), weakref.ref(middle)
             del loss, middle
-            gc.collect()
-            assert [tensor() for tensor in graph] == [None, None], failing
+            # A thread that takes up another share's answer may still hold it.
+            wait_until(
+                lambda graph=graph: gc.collect() >= 0 and not any(tensor() is not None for tensor in graph)
+            )
         return kept_on(1), kept_on(2)
 
     assert world(3).on_zero(body) == (0, 0)
