@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torchopt_dist as todist
+from tests.processes import torchrun
 from torchopt_dist._watched_group import WatchedGroup
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
 from torchopt_dist.diff.adjoints._signs import Signs
@@ -133,3 +135,24 @@ def test_an_error_is_left_for_the_others() -> None:
     one, other = (Signs(store, rank, 2, QUICK) for rank in range(2))
     one.note_error("KeyError: 'no such example'")
     assert other.errors() == ["rank 0 raised KeyError: 'no such example'"]
+
+
+PROGRAM = """
+import torch
+import torchopt_dist as todist
+
+@todist.auto_init_rpc(process_group="gloo")
+def main():
+    w = torch.ones(2, requires_grad=True)
+    loop = todist.inner_loop(lambda w: (w * w).sum(), todist.sgd(lr=0.1), w, 2, parallel=todist.DataParallel())
+    loop.params.sum().backward()
+
+main()
+"""
+
+
+def test_a_program_with_loops_on_ranks_ends_well(tmp_path: Path) -> None:
+    """Python aborted at its end, where the thread of the signs of life let go of the group."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    torchrun("--standalone", "--nproc_per_node=2", program, warm=False)

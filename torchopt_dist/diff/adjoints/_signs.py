@@ -16,6 +16,8 @@ from torchopt_dist.errors import CollectiveError
 
 __all__ = ["Signs", "named"]
 
+END_SECONDS = 5.0
+"""How long the end waits for the thread, which may wait for an answer of the store."""
 _LOOP = "a loop with `parallel`"
 
 
@@ -39,6 +41,7 @@ class Signs:
         self._store, self._rank, self._size = store, rank, size
         self._others = [other for other in range(size) if other != rank]
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._looks = self._seen = self._slices = self.messages = 0
         self._counted = 0.0
         self._waits_since: float | None = None
@@ -46,14 +49,16 @@ class Signs:
     def watch(self, on_loss: Callable[[], None]) -> None:
         """Give signs and look at those of the others, in a thread; call a function when a rank is lost."""
         if self._others:
-            thread = threading.Thread(
+            self._thread = threading.Thread(
                 target=self._watch, args=(on_loss,), name="todist signs of life", daemon=True
             )
-            thread.start()
+            self._thread.start()
 
     def end(self) -> None:
-        """Give no more signs."""
+        """Give no more signs, and wait for the thread: Python aborts if one frees a group of torch's at the end."""
         self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)
 
     def note_error(self, text: str) -> None:
         """Leave the text of an error of this rank for the others."""
