@@ -254,6 +254,12 @@ class TensorDimensionPartitioner:
 
     def parts(self, args: Args, kwargs: KwArgs, *, marked: bool = False) -> list[Partition]:
         """The same for a call; what ``replicated`` has marked stays so for who splits further."""
+        if not (args or kwargs):
+            raise ValueError(
+                "no tensor to split, since there are no arguments: a partitioner such as `todist.tasks` is passed on "
+                "without parentheses, `todist.parallelize(todist.tasks, ...)`, and a call without arguments needs "
+                "`partitioner=` a worker's rank or name"
+            )
         ranks = ranks_of(self.workers)
         leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_leaf)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
