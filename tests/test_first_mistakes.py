@@ -192,7 +192,9 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 
 OTHERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
-        lambda: todist.inner_loop(no_data, todist.sgd(lr=todist.learned(NET, lr=0.1)()), NET, 3),
+        lambda: todist.inner_loop(
+            no_data, todist.sgd(lr=todist.learned(NET, lr=0.1, weight_decay=0.1)()), NET, 3
+        ),
         ValueError,
         "got a dictionary of hyper-parameters: write `**rates()` in the place of `lr=rates()`",
     ),
@@ -404,8 +406,11 @@ def test_a_loop_without_meta_whose_adjoint_gives_the_first_parameters_no_gradien
             **options,
         )
 
-    with pytest.warns(UserWarning, match=rf"`{type(adjoint).__name__}\(\)` gives one only to .* in `meta`"):
+    with pytest.warns(
+        UserWarning, match=rf"`{type(adjoint).__name__}\(\)` gives one only to .* in `meta`"
+    ) as caught:
         adapted()
+    assert caught[0].filename == __file__
     with torch.no_grad():
         adapted()
 

@@ -178,7 +178,7 @@ def _factors_of_leaves(
         return pytree.flatten_like(spec, factors, name, "params")
     missing = [key for key, x in zip(names, tensors, strict=True) if x is not None and key not in factors]
     unknown = [key for key in factors if key not in names]
-    if unknown == [name] and isinstance(factors[name], Mapping):
+    if name in unknown and isinstance(factors[name], Mapping):
         raise ValueError(
             f"`{name}` must be the values by name of the parameters, got a dictionary of hyper-parameters: write "
             f"`**rates()` in the place of `{name}=rates()`"
