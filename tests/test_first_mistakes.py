@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,25 @@ from torchopt_dist.distributed.parallelize import CallKwargs
 
 NET = torch.nn.Linear(2, 1)
 SAMPLER = todist.data.TaskSampler((torch.ones(4, 1), torch.arange(4) % 2), ways=2, shots=1, queries=1)
+
+
+def first(x: torch.Tensor) -> torch.Tensor:
+    return x[0]
+
+
+def squares(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = net(x)
+    return y.square().mean()
+
+
+def no_data(net: torch.nn.Module) -> torch.Tensor:
+    return squares(net, torch.ones(2))
+
+
+def no_length() -> torch.Tensor:
+    raise TypeError("no length")
+
+
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: todist.parallelize(todist.mean_reducer),
@@ -98,7 +118,108 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "`indices` must be the indices of the tasks, got int 4: the first four are `batch(range(4))`, and task i alone "
         "is `sampler[i]`",
     ),
+    (
+        lambda: todist.inner_loop(NET, no_data, todist.sgd(lr=0.1), 3),  # type: ignore[arg-type]
+        "`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got function: the order is "
+        "`inner_loop(loss, optimizer, params, batches)`, and `params` is the optimizer",
+    ),
+    (
+        lambda: todist.inner_loop(no_data, NET, todist.sgd(lr=0.1), 3),  # type: ignore[arg-type]
+        "`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got Linear: the order is "
+        "`inner_loop(loss, optimizer, params, batches)`, and `params` is the optimizer",
+    ),
+    (
+        lambda: todist.inner_loop(todist.sgd(lr=0.1), no_data, NET, 3),  # type: ignore[arg-type]
+        "`loss` must be a function, got ChainedGradientTransformation: the order is "
+        "`inner_loop(loss, optimizer, params, batches)`, and `loss` is the optimizer",
+    ),
+    (
+        lambda: todist.inner_loop(no_data, torch.optim.Adam(NET.parameters()), NET, 3),  # type: ignore[arg-type]
+        "`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got torch.optim.Adam: write "
+        "`todist.adam(lr=...)`",
+    ),
+    (
+        lambda: todist.inner_loop(no_data, torch.optim.LBFGS, NET, 3),  # type: ignore[arg-type]
+        "`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got torch.optim.LBFGS",
+    ),
+    (
+        lambda: todist.inner_loop(no_data, todist.sgd(lr=0.1), NET, steps=3),  # type: ignore[call-arg]
+        "inner_loop needs `batches`: for a loss without data write the number of steps in their place, "
+        "`inner_loop(loss, optimizer, params, 3)`",
+    ),
+    (
+        lambda: todist.inner_loop(squares, todist.sgd(lr=0.1), NET, 3),
+        "`loss` must take the parameters alone, `loss(params)`, since `batches` is a number of steps; a loss of a "
+        "batch needs a batch for each step, `inner_loop(loss, optimizer, params, [batch] * steps)`: missing a required "
+        "argument: 'x'",
+    ),
+    (
+        lambda: todist.inner_loop(no_data, todist.sgd(lr=0.1), NET, [torch.ones(2)]),
+        "`loss` must take the parameters and a batch, `loss(params, batch)`, since `batches` has batches; for a loss "
+        "without data `batches` is the number of steps: too many positional arguments",
+    ),
+    (
+        lambda: todist.MetaSGD(NET, **todist.learned(NET, lr=0.1)),  # type: ignore[arg-type]
+        "learned hyper-parameters must be called for their values: write `**hyperparameters()`",
+    ),
+    (
+        lambda: todist.Implicit(todist.linear_solve.solve_cg),  # type: ignore[arg-type]
+        "`solve` must be a solver, got the function solve_cg, which makes one: call it, `solve_cg()`",
+    ),
+    *(
+        (
+            lambda make=make: make(lr=lambda step: None),
+            "`lr` as a schedule must return a number or a tensor for each step, got None",
+        )
+        for make in (
+            partial(todist.SGD, NET.parameters()),
+            lambda lr: todist.inner_loop(no_data, todist.adan(lr=lr), NET, 3),
+            lambda lr: todist.inner_loop(no_data, todist.adafactor(lr=lr), NET, 3),
+            lambda lr: todist.inner_loop(no_data, todist.sgd(lr=lr), NET, 3),
+            lambda lr: todist.inner_loop(no_data, todist.adam(lr=lr, amsgrad=True), NET, 3),
+            lambda lr: todist.inner_loop(
+                no_data, todist.chain(todist.transform.scale_by_learning_rate(lr)), NET, 3
+            ),
+        )
+    ),
+    (
+        lambda: todist.map(len, [[1]], NET),  # type: ignore[call-overload]
+        "map(func, items) has two arguments without a name, got 3: what follows the item in each call is given by "
+        "`args=`, such as `map(func, items, args=(model,))`",
+    ),
 ]
+
+
+OTHERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: todist.inner_loop(
+            no_data, todist.sgd(lr=todist.learned(NET, lr=0.1, weight_decay=0.1)()), NET, 3
+        ),
+        ValueError,
+        "got a dictionary of hyper-parameters: write `**rates()` in the place of `lr=rates()`",
+    ),
+    (
+        lambda: todist.tasks(),
+        ValueError,
+        "is passed on without parentheses, `todist.parallelize(todist.tasks)`",
+    ),
+    (lambda: todist.PES, AttributeError, "no attribute 'PES': did you mean `PersistentEvolutionStrategies`?"),
+    (lambda: todist.Checkpoint, AttributeError, "no attribute 'Checkpoint': did you mean `Checkpointer`?"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "kind", "text"), OTHERS)
+def test_errors_of_other_kinds_say_it_too(
+    mistake: Callable[[], Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        mistake()
+    assert text in str(caught.value)
+
+
+def test_a_type_error_inside_a_loss_that_is_called_rightly_stays_as_it_is() -> None:
+    with pytest.raises(TypeError, match=r"^no length$"):
+        todist.inner_loop(lambda net, x: no_length(), todist.sgd(lr=0.1), NET, [1])
 
 
 @pytest.mark.parametrize(("mistake", "text"), MISTAKES)
@@ -120,15 +241,6 @@ def test_meta_optimizers_say_why_they_have_no_zero_grad() -> None:
         AttributeError, match=r"torch's schedulers refuse it: give a schedule, `MetaSGD\(module, lr="
     ):
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-
-
-def first(x: torch.Tensor) -> torch.Tensor:
-    return x[0]
-
-
-def squares(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = net(x)
-    return y.square().mean()
 
 
 CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -294,8 +406,11 @@ def test_a_loop_without_meta_whose_adjoint_gives_the_first_parameters_no_gradien
             **options,
         )
 
-    with pytest.warns(UserWarning, match=rf"`{type(adjoint).__name__}\(\)` gives one only to .* in `meta`"):
+    with pytest.warns(
+        UserWarning, match=rf"`{type(adjoint).__name__}\(\)` gives one only to .* in `meta`"
+    ) as caught:
         adapted()
+    assert caught[0].filename == __file__
     with torch.no_grad():
         adapted()
 

@@ -75,7 +75,8 @@ def test_second_names_are_neither_shown_nor_new_things() -> None:
         ("masked", "; it is `torchopt_dist.transform.masked`"),
         ("Restored", "; it is `torchopt_dist.typing.Restored`"),
         ("CheckpointError", "; it is `torchopt_dist.errors.CheckpointError`"),
-        ("paralelize", ""),
+        ("paralelize", ": did you mean `parallelize`?"),
+        ("zyx", ""),
         ("_nothing", ""),
     ],
 )

@@ -7,6 +7,7 @@ of what functions return in ``todist.typing``, and each other kind of function i
 from typing import TYPE_CHECKING, Any
 
 from torchopt_dist import (
+    _options,
     data,
     diff,
     errors,
@@ -287,5 +288,7 @@ if not TYPE_CHECKING:  # which would take every name for one that exists
             if name in _second_names.SECOND_NAMES:
                 return _second_names.SECOND_NAMES[name]
             places = [place for place in (transform, typing, errors) if name in place.__all__]
-            hint = f"; it is `{places[0].__name__}.{name}`" if places else ""
+            initials = [one for one in __all__ if name == "".join(filter(str.isupper, one))]  # PES
+            meant = f": did you mean `{initials[0]}`?" if initials else _options.close_to(name, __all__)
+            hint = f"; it is `{places[0].__name__}.{name}`" if places else meant
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

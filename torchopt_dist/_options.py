@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar, cast
 
-__all__ = ["check_options", "close_to", "only_the_function"]
+__all__ = ["check_options", "close_to", "only_the_function", "unless"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -31,6 +31,23 @@ def close_to(name: str, known: Collection[str]) -> str:
     """``": did you mean `x`?"``, if a known name resembles it; else nothing."""
     meant = difflib.get_close_matches(name, known, n=1)
     return f": did you mean `{meant[0]}`?" if meant else ""
+
+
+def unless(
+    mistaken: Callable[[tuple[Any, ...], dict[str, Any]], str | None],
+) -> Callable[[FunctionT], FunctionT]:
+    """Make a call raise ``TypeError`` where a text is made of its arguments, which says what to write."""
+
+    def decorator(call: FunctionT) -> FunctionT:
+        @functools.wraps(call)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if (text := mistaken(args, kwargs)) is not None:
+                raise TypeError(text)
+            return call(*args, **kwargs)
+
+        return cast("FunctionT", checked)
+
+    return decorator
 
 
 def only_the_function(call: FunctionT) -> FunctionT:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._options import unless
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist._torch_private import forward_mode_is_active
 from torchopt_dist._types import OptState, Params
@@ -45,6 +46,19 @@ __all__ = ["InnerLoopResult", "inner_loop"]
 
 READ_ONCE = (Recorded, Truncated, FirstOrder, Reptile, FiniteDifference, SAMA, Implicit)
 """The adjoints that take batches which can be read once."""
+_OWN_OPTIMIZERS = (
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "muon",
+    "radam",
+    "rmsprop",
+    "sgd",
+)
+"""The optimizers of ``torch.optim`` that this package has, too."""
 
 
 class InnerLoopResult(NamedTuple):
@@ -96,6 +110,17 @@ class _DiagnosedResult(InnerLoopResult):
         return _DiagnosedResult.of(super()._replace(**fields), self._norms)
 
 
+def _without_batches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    if len(args) > 3 or "batches" in kwargs or "steps" not in kwargs:
+        return None
+    steps = f"{kwargs['steps']!r:.80}"
+    return (
+        f"inner_loop needs `batches`: for a loss without data write the number of steps in their place, "
+        f"`inner_loop(loss, optimizer, params, {steps})`"
+    )
+
+
+@unless(_without_batches)
 def inner_loop(
     loss: Callable[..., Any],
     optimizer: GradientTransformation,
@@ -213,11 +238,13 @@ def _inner_loop(
     diagnose: Any,
 ) -> InnerLoopResult:
     if not callable(loss):
-        raise TypeError(f"`loss` must be a function, got {type(loss).__name__}")
+        raise TypeError(
+            f"`loss` must be a function, got {type(loss).__name__}{_order(loss, params, batches)}"
+        )
     if not isinstance(optimizer, GradientTransformation):
         raise TypeError(
             f"`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got "
-            f"{_type_name(optimizer)}"
+            f"{_type_name(optimizer)}{_order(loss, params, batches)}"
         )
     if not isinstance(adjoint, Adjoint):
         raise TypeError(f"`adjoint` must be an adjoint, such as todist.Recorded(), got {_type_name(adjoint)}")
@@ -302,7 +329,7 @@ def _warn_of_nothing(name: str) -> None:
         "the optimizer and `batches`, and there is none. List what is learned, `inner_loop(..., meta=model)`, or take "
         "Recorded() for the first parameters; under `torch.no_grad()` nothing is said",
         UserWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -312,7 +339,20 @@ def _all_in_one(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses) if losses else torch.zeros(0)
 
 
+def _order(loss: Any, params: Any, batches: Any) -> str:
+    for name, value in (("loss", loss), ("params", params), ("batches", batches)):
+        if isinstance(value, GradientTransformation):
+            order = "the order is `inner_loop(loss, optimizer, params, batches)`"
+            return f": {order}, and `{name}` is the optimizer"
+    return ""
+
+
 def _type_name(thing: Any) -> str:
+    kind = thing if isinstance(thing, type) else type(thing)
+    if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch.optim."):
+        own = kind.__name__.lower()
+        remedy = f": write `todist.{own}(lr=...)`" if own in _OWN_OPTIMIZERS else ""
+        return f"torch.optim.{kind.__name__}{remedy}"
     return f"the class {thing.__name__}: call it" if isinstance(thing, type) else type(thing).__name__
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, TypeVar, Unpack, overload
 
-from torchopt_dist._options import check_options
+from torchopt_dist._options import check_options, unless
 from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
 from torchopt_dist.distributed.messages.payload import ExecutionKwargs
@@ -20,6 +20,17 @@ __all__ = ["map"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Reduced = TypeVar("Reduced")
+
+
+def _more_than_items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    if len(args) <= 2:
+        return None
+    return (
+        f"map(func, items) has two arguments without a name, got {len(args)}: what follows the item in each call is "
+        "given by `args=`, such as `map(func, items, args=(model,))`"
+    )
+
+
 _OPTIONS = ("args", "kwargs", "reducer", "workers", "balance", "timeout")
 
 
@@ -62,6 +73,7 @@ def map(
     timeout: float | None = UNSET_TIMEOUT,
     **options: Unpack[CallKwargs],
 ) -> Reduced: ...
+@unless(_more_than_items)
 def map(
     func: Callable[..., Any],
     items: Iterable[Any],

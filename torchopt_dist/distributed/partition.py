@@ -254,10 +254,16 @@ class TensorDimensionPartitioner:
 
     def parts(self, args: Args, kwargs: KwArgs, *, marked: bool = False) -> list[Partition]:
         """The same for a call; what ``replicated`` has marked stays so for who splits further."""
+        if not (args or kwargs):
+            raise ValueError(
+                "no tensor to split, as there are no arguments: give the function some, or `partitioner=` a "
+                "worker's rank or name; a partitioner such as `todist.tasks` is passed on without parentheses, "
+                "`todist.parallelize(todist.tasks)`"
+            )
         ranks = ranks_of(self.workers)
         leaves, paths, rebuild = flatten((args, kwargs), is_leaf=_is_leaf)
         splittable = [index for index, leaf in enumerate(leaves) if _is_splittable(leaf)]
-        size = self._common_size(leaves, splittable, paths, given=bool(args or kwargs))
+        size = self._common_size(leaves, splittable, paths)
         if size > 1 and not all(map(_is_known, leaves)):
             others = [
                 (path, leaf) for path, leaf in zip(paths(""), leaves, strict=True) if not _is_known(leaf)
@@ -308,7 +314,7 @@ class TensorDimensionPartitioner:
             )
 
     def _common_size(
-        self, leaves: list[Any], splittable: list[int], paths: Callable[[str], list[str]], *, given: bool
+        self, leaves: list[Any], splittable: list[int], paths: Callable[[str], list[str]]
     ) -> int:
         def where(index: int) -> str:
             return _argument(paths("")[index])
@@ -325,11 +331,6 @@ class TensorDimensionPartitioner:
                     "`todist.replicated(x)` marks a tensor that every worker gets whole"
                 )
             sizes[index] = tensor.shape[self.dim]
-        if not sizes and not given:
-            raise ValueError(
-                "no tensor to split, as there are no arguments: give the function some, or `partitioner=` a "
-                "worker's rank or name; a partitioner such as `todist.tasks` is passed on without parentheses"
-            )
         if not sizes:
             raise ValueError(
                 "no tensor to split among the arguments, nor an array of numpy (modules, parameters, 0-dimensional "

@@ -142,7 +142,9 @@ class Job:
     def _refuse_late_starts(self) -> None:
         waiting = ", ".join(str(worker) for worker in self._workers if not (worker.running or worker.lost))
         seconds = self._options.start_timeout
-        raise InitializationError(f"{waiting} did not start within `start_timeout`, {seconds:g} s")
+        raise InitializationError(
+            f"{waiting} did not start within `start_timeout`, {seconds:g} s: give more where machines are busy"
+        )
 
     def _refuse_late_values(self) -> None:
         waiting = ", ".join(str(worker) for worker in self._workers if not worker.has_ended_well)

@@ -107,7 +107,7 @@ class RemoteMachine(Machine):
             connection.abort()
             if not isinstance(error, TimeoutError):
                 raise
-            what = f"did not start within `start_timeout`, {seconds:g} s"
+            what = f"did not start within `start_timeout`, {seconds:g} s: give more where machines are busy"
             raise InitializationError(f"Python on {name} {what}") from None
         machine._supervisor = asyncio.create_task(machine._supervise())
         return machine

@@ -34,6 +34,13 @@ def as_solver(solve: Any) -> Solver:
         raise TypeError(
             f"`solve` must be a solver, a function of a product and a right-hand side, or None, got {solve!r:.80}"
         )
+    name = getattr(solve, "__name__", "")
+    if name.startswith("solve_") and getattr(solve, "__module__", "").startswith(
+        "torchopt_dist.linear_solve."
+    ):
+        raise TypeError(
+            f"`solve` must be a solver, got the function {name}, which makes one: call it, `{name}()`"
+        )
     return _FunctionSolver(function=solve)
 
 

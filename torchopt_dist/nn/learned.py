@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,12 @@ class LearnedHyperparameters(nn.Module):
             hyperparameter: {name: values[key] for name, key in keys.items()}
             for hyperparameter, keys in self._names.items()
         }
+
+    def keys(self) -> NoReturn:
+        """Raise ``TypeError``: who writes ``**hyperparameters`` means ``**hyperparameters()``."""
+        raise TypeError(
+            "learned hyper-parameters must be called for their values: write `**hyperparameters()`"
+        )
 
     def extra_repr(self) -> str:
         """The values, for ``print``."""

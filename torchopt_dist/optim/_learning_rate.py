@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._types import ScalarOrSchedule, Schedule
-from torchopt_dist.transform._hyperparameters import check_at_least_zero, is_per_leaf
+from torchopt_dist.transform._hyperparameters import check_at_least_zero, check_said, is_per_leaf
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import learning_rate_of, scale_by_learning_rate
 
@@ -74,7 +74,7 @@ class Schedules(dict[int, Schedule]):
 
     def _say_as_is(self, index: int, group: dict[str, Any]) -> None:
         with torch.no_grad():
-            value = self[index](group[_COUNT].to(torch.float64))
+            value = check_said("lr", self[index](group[_COUNT].to(torch.float64)))
         group["lr"] = group[_SAID] = float(value.detach() if isinstance(value, Tensor) else value)
 
 

@@ -22,6 +22,7 @@ from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
     check_at_least_zero,
     check_learning_rate,
+    check_said,
     is_per_leaf,
     is_schedule,
 )
@@ -191,7 +192,7 @@ def _precision(least: float | None, like: Tensor) -> float:
 
 
 def _rate(lr: Any, step: Tensor) -> Any:
-    rate = lr(step - 1) if is_schedule(lr) else lr
+    rate = check_said("lr", lr(step - 1)) if is_schedule(lr) else lr
     return rate.reshape(()).to(step.device) if isinstance(rate, Tensor) else rate
 
 

@@ -18,6 +18,7 @@ from torchopt_dist.transform._hyperparameters import (
     check_at_least_zero,
     check_decays,
     check_learning_rate,
+    check_said,
     is_per_leaf,
     is_zero,
     plain_rates,
@@ -95,7 +96,7 @@ def _factor(lr: Numeric, weight_decay: HyperParameter) -> Numeric:
 
 
 def _factor_of_schedule(lr: Schedule, weight_decay: HyperParameter, count: Numeric) -> Numeric:
-    return _factor(lr(count), weight_decay)
+    return _factor(check_said("lr", lr(count)), weight_decay)
 
 
 class Adan(Optimizer, transformation=adan):

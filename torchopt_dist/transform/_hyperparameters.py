@@ -25,6 +25,7 @@ __all__ = [
     "check_decays",
     "check_learning_rate",
     "check_per_leaf",
+    "check_said",
     "check_start",
     "is_number",
     "is_per_leaf",
@@ -103,6 +104,13 @@ def check_learning_rate(name: str, value: Any) -> None:
         check_per_leaf(name, value)
 
 
+def check_said(name: str, value: Any) -> Any:
+    """The value that a schedule returned for a step; ``TypeError``, if it is ``None``."""
+    if value is None:
+        raise TypeError(f"`{name}` as a schedule must return a number or a tensor for each step, got None")
+    return value
+
+
 def check_per_leaf(name: str, value: Any) -> None:
     """As :func:`check_at_least_zero`; or a tree of numbers and tensors of any shape, one for each parameter."""
     if type(value) in (float, int) or not is_per_leaf(value):
@@ -170,6 +178,11 @@ def _factors_of_leaves(
         return pytree.flatten_like(spec, factors, name, "params")
     missing = [key for key, x in zip(names, tensors, strict=True) if x is not None and key not in factors]
     unknown = [key for key in factors if key not in names]
+    if name in unknown and isinstance(factors[name], Mapping):
+        raise ValueError(
+            f"`{name}` must be the values by name of the parameters, got a dictionary of hyper-parameters: write "
+            f"`**rates()` in the place of `{name}=rates()`"
+        )
     if missing or unknown:
         listed = [
             f"{what}: {_listed(keys)}" for what, keys in (("missing", missing), ("unknown", unknown)) if keys

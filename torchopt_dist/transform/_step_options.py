@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._types import OptState, ScalarOrSchedule, Schedule
+from torchopt_dist.transform._hyperparameters import check_said
 
 __all__ = ["Rate", "StepOptions"]
 
@@ -39,7 +40,7 @@ class StepOptions:
         if isinstance(self.schedule, Tensor):
             return Rate(self.schedule.reshape(()), state, None)
         *before, counted = state
-        lr = self.schedule(counted.step.to(torch.float64))
+        lr = check_said("lr", self.schedule(counted.step.to(torch.float64)))
         return Rate(lr.reshape(()) if isinstance(lr, Tensor) else float(lr), tuple(before), counted)
 
     def with_rate(self, rate: Rate) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
     check_learning_rate,
+    check_said,
     is_number,
     is_per_leaf,
     is_schedule,
@@ -155,6 +156,6 @@ def _schedule_update(
     params: Params | None = None,
     inplace: bool = False,
 ) -> tuple[Updates, OptState]:
-    factor = schedule(state.step.to(torch.float64))
+    factor = check_said("lr" if sign < 0 else "step_size_fn", schedule(state.step.to(torch.float64)))
     updates, _ = _scale_update(factor, sign, updates, EmptyState())
     return updates, ScaleByScheduleState(state.step + 1)

@@ -76,7 +76,7 @@ def run_with_pairs(
             f"nothing gets a gradient from this loop: with `{what}()` it is for what the loss and the optimizer use of "
             "`meta`, the optimizer's tensors and `batches`, and they use none; list in `meta` what the loss uses",
             UserWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
     loop = _of(loop, [place for place, tensor in enumerate(loop.declared) if id(tensor) in met])
     count = len(outcome.losses)

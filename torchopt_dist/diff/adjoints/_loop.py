@@ -6,6 +6,7 @@ random numbers come from a seed for each step, and the buffers of a module are p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -433,7 +434,12 @@ class Loop:
 
     def _called(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int) -> Any:
         given = self.model.filled(leaves, [buffer.clone() for buffer in buffers] if buffers else buffers)
-        return self.loss(given) if self.batches is None else self.loss(given, self.batch(number))
+        batch = () if self.batches is None else (self.batch(number),)
+        try:
+            return self.loss(given, *batch)
+        except TypeError:
+            _check_signature(self.loss, *batch)
+            raise
 
     def batch(self, number: int) -> Any:
         """The batch of a step.
@@ -500,3 +506,22 @@ def _has_history(state: OptState) -> bool:
 
 def _nothing(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
     """Ignore the graph."""
+
+
+def _check_signature(loss: Any, *batch: Any) -> None:
+    """Raise ``TypeError`` for a loss that cannot be called with parameters and what else there is."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # a builtin, whose error is to speak for itself
+        return
+    try:
+        signature.bind(None, *batch)
+    except TypeError as error:
+        rule = (
+            "`loss` must take the parameters and a batch, `loss(params, batch)`, since `batches` has batches; for a "
+            "loss without data `batches` is the number of steps"
+            if batch
+            else "`loss` must take the parameters alone, `loss(params)`, since `batches` is a number of steps; a loss "
+            "of a batch needs a batch for each step, `inner_loop(loss, optimizer, params, [batch] * steps)`"
+        )
+        raise TypeError(f"{rule}: {error}") from None

@@ -122,7 +122,7 @@ class Replayed(Adjoint):
             warnings.warn(
                 "todist.Replayed() records all steps inside of torch.func's transforms other than vmap, such as grad: "
                 "the gradient is the same, memory is that of todist.Recorded()",
-                stacklevel=4,
+                stacklevel=5,
             )
             with attention_by_formula():
                 return loop.run(loop.recorded_step, loop.first)

@@ -234,7 +234,7 @@ def compiled(loop: Loop) -> Loop:
     if transforms_are_active():
         warnings.warn(
             "an inner loop with compile=True runs as without it inside of torch.func's transforms",
-            stacklevel=4,
+            stacklevel=5,
         )
         return loop
     with kept_generators():
