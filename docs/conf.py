@@ -28,7 +28,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-if "without_sources" in tags:  # noqa: F821  # Sphinx has defined it
+if "without_sources" in globals()["tags"]:  # Sphinx has defined them
     extensions.remove("sphinx.ext.viewcode")
 exclude_patterns = ["_build"]
 

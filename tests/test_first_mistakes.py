@@ -13,8 +13,10 @@ import torch
 import torchopt_dist as todist
 from torchopt_dist.distributed.parallelize import CallKwargs
 
+untyped: Any = todist
+"""For calls that a type checker would refuse."""
 NET = torch.nn.Linear(2, 1)
-SAMPLER = todist.data.TaskSampler((torch.ones(4, 1), torch.arange(4) % 2), ways=2, shots=1, queries=1)
+SAMPLER: Any = todist.data.TaskSampler((torch.ones(4, 1), torch.arange(4) % 2), ways=2, shots=1, queries=1)
 
 
 def first(x: torch.Tensor) -> torch.Tensor:
@@ -69,19 +71,19 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "`transformations[1]` must be a GradientTransformation, got function adam: call it with its arguments",
     ),
     (
-        lambda: todist.parallelize(todist.tasks, vectorise=True),  # type: ignore[call-overload]
+        lambda: untyped.parallelize(todist.tasks, vectorise=True),
         "parallelize got an unexpected keyword argument 'vectorise': did you mean `vectorize`?",
     ),
     (
-        lambda: todist.parallelize_async(redcer=todist.mean_reducer),  # type: ignore[call-overload]
+        lambda: untyped.parallelize_async(redcer=todist.mean_reducer),
         "parallelize_async got an unexpected keyword argument 'redcer': did you mean `reducer`?",
     ),
     (
-        lambda: todist.map(len, [[1]], time_out=3.0),  # type: ignore[call-overload]
+        lambda: untyped.map(len, [[1]], time_out=3.0),
         "map got an unexpected keyword argument 'time_out': did you mean `timeout`?",
     ),
     (
-        lambda: todist.map(len, [[1]], zoom=3.0),  # type: ignore[call-overload]
+        lambda: untyped.map(len, [[1]], zoom=3.0),
         "map got an unexpected keyword argument 'zoom'; its options are args, kwargs, reducer, workers, balance, "
         "timeout, vectorize, chunk_size, compile, device, isolate_own_share, strict, retries, hedge_after, progress, "
         "fan_out, buffers, team",
@@ -104,46 +106,46 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "launch got an unexpected keyword argument 'time_out': did you mean `timeout`?",
     ),
     (
-        lambda: todist.Launcher(nproc_per_host=1).run(len, args=([],)),  # type: ignore[call-arg]
+        lambda: untyped.Launcher(nproc_per_host=1).run(len, args=([],)),
         "`run(func, *args, **kwargs)` hands its arguments on to `func`, and len takes no 'args': write `run(len, x, "
         "name=y)`, or `launch(len, (x,), {'name': y}, ...)`",
     ),
     (
-        lambda: todist.Launcher(nproc_per_host=1).run(len, [], timeout=3.0),  # type: ignore[call-arg]
+        lambda: untyped.Launcher(nproc_per_host=1).run(len, [], timeout=3.0),
         "`run(func, *args, **kwargs)` hands its arguments on to `func`, and len takes no 'timeout': an option is given "
         "to the launcher, `Launcher(timeout=...).run(len, ...)`",
     ),
     (
-        lambda: SAMPLER.batch(4),  # type: ignore[arg-type]
+        lambda: SAMPLER.batch(4),
         "`indices` must be the indices of the tasks, got int 4: the first four are `batch(range(4))`, and task i alone "
         "is `sampler[i]`",
     ),
     (
-        lambda: todist.inner_loop(NET, no_data, todist.sgd(lr=0.1), 3),  # type: ignore[arg-type]
+        lambda: untyped.inner_loop(NET, no_data, todist.sgd(lr=0.1), 3),
         "`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got function: the order is "
         "`inner_loop(loss, optimizer, params, batches)`, and `params` is the optimizer",
     ),
     (
-        lambda: todist.inner_loop(no_data, NET, todist.sgd(lr=0.1), 3),  # type: ignore[arg-type]
+        lambda: untyped.inner_loop(no_data, NET, todist.sgd(lr=0.1), 3),
         "`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got Linear: the order is "
         "`inner_loop(loss, optimizer, params, batches)`, and `params` is the optimizer",
     ),
     (
-        lambda: todist.inner_loop(todist.sgd(lr=0.1), no_data, NET, 3),  # type: ignore[arg-type]
+        lambda: untyped.inner_loop(todist.sgd(lr=0.1), no_data, NET, 3),
         "`loss` must be a function, got ChainedGradientTransformation: the order is "
         "`inner_loop(loss, optimizer, params, batches)`, and `loss` is the optimizer",
     ),
     (
-        lambda: todist.inner_loop(no_data, torch.optim.Adam(NET.parameters()), NET, 3),  # type: ignore[arg-type]
+        lambda: untyped.inner_loop(no_data, torch.optim.Adam(NET.parameters()), NET, 3),
         "`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got torch.optim.Adam: write "
         "`todist.adam(lr=...)`",
     ),
     (
-        lambda: todist.inner_loop(no_data, torch.optim.LBFGS, NET, 3),  # type: ignore[arg-type]
+        lambda: untyped.inner_loop(no_data, torch.optim.LBFGS, NET, 3),
         "`optimizer` must be a gradient transformation, such as todist.adam(lr=0.1), got torch.optim.LBFGS",
     ),
     (
-        lambda: todist.inner_loop(no_data, todist.sgd(lr=0.1), NET, steps=3),  # type: ignore[call-arg]
+        lambda: untyped.inner_loop(no_data, todist.sgd(lr=0.1), NET, steps=3),
         "inner_loop needs `batches`: for a loss without data write the number of steps in their place, "
         "`inner_loop(loss, optimizer, params, 3)`",
     ),
@@ -159,11 +161,11 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "without data `batches` is the number of steps: too many positional arguments",
     ),
     (
-        lambda: todist.MetaSGD(NET, **todist.learned(NET, lr=0.1)),  # type: ignore[arg-type]
+        lambda: untyped.MetaSGD(NET, **todist.learned(NET, lr=0.1)),
         "learned hyper-parameters must be called for their values: write `**hyperparameters()`",
     ),
     (
-        lambda: todist.Implicit(todist.linear_solve.solve_cg),  # type: ignore[arg-type]
+        lambda: untyped.Implicit(todist.linear_solve.solve_cg),
         "`solve` must be a solver, got the function solve_cg, which makes one: call it, `solve_cg()`",
     ),
     *(
@@ -183,7 +185,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         )
     ),
     (
-        lambda: todist.map(len, [[1]], NET),  # type: ignore[call-overload]
+        lambda: untyped.map(len, [[1]], NET),
         "map(func, items) has two arguments without a name, got 3: what follows the item in each call is given by "
         "`args=`, such as `map(func, items, args=(model,))`",
     ),
@@ -245,7 +247,7 @@ def test_meta_optimizers_say_why_they_have_no_zero_grad() -> None:
 
 CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
-        lambda: todist.parallelize(todist.tasks())(first)(torch.ones(2)),  # type: ignore[arg-type]
+        lambda: untyped.parallelize(todist.tasks())(first)(torch.ones(2)),
         ValueError,
         "a partitioner such as `todist.tasks` is passed on without parentheses",
     ),
@@ -255,27 +257,27 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "no worker is named 'tasks'; the workers are worker0: did you mean `todist.tasks`, without quotation marks?",
     ),
     (
-        lambda: todist.parallelize(first)(torch.ones(2)),  # type: ignore[arg-type, type-var]
+        lambda: untyped.parallelize(first)(torch.ones(2)),
         TypeError,
         "got Tensor tensor([1., 1.]); `first` became its partitioner: write `parallelize()(first)`",
     ),
     (
-        lambda: todist.remote_sync_call(len, torch.ones(2)),  # type: ignore[call-arg]
+        lambda: untyped.remote_sync_call(len, torch.ones(2)),
         TypeError,
         "has one argument without a name, got 2: write `remote_sync_call(len, args=(x,), partitioner=1)`",
     ),
     (
-        lambda: todist.remote_async_call(0, len, torch.ones(2)),  # type: ignore[call-arg, arg-type]
+        lambda: untyped.remote_async_call(0, len, torch.ones(2)),
         TypeError,
         "got 3, and its first one is the function, not 0: write `remote_async_call(len, args=(x,), partitioner=1)`",
     ),
     (
-        lambda: todist.remote_call(len, torch.ones(2, 2)),  # type: ignore[arg-type]
+        lambda: untyped.remote_call(len, torch.ones(2, 2)),
         TypeError,
         "must be a rank or a name, got Tensor tensor([[1., 1.], [1., 1.]]): write `remote_call(len, 1, x)`",
     ),
     (
-        lambda: todist.map([[1], [2]], len),  # type: ignore[arg-type]
+        lambda: untyped.map([[1], [2]], len),
         TypeError,
         "map(func, items) takes the function first, got list: write map(len, items)",
     ),
@@ -287,7 +289,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         'update running statistics of a module that they share: write `buffers="mean"` beside it',
     ),
     (
-        lambda: todist.remote_sync_call(first, args=(torch.ones(2),), partitoner=0),  # type: ignore[call-arg]
+        lambda: untyped.remote_sync_call(first, args=(torch.ones(2),), partitoner=0),
         TypeError,
         "got an unexpected keyword argument 'partitoner': did you mean `partitioner`?",
     ),
@@ -439,7 +441,7 @@ def test_a_tensor_of_meta_that_the_loss_does_not_use_gets_no_gradient(adjoint: A
 
 
 def test_imaml_without_its_proximity_term_is_told_once_for_each_parameter() -> None:
-    def outer(proximity: float | None) -> torch.Tensor:
+    def outer(proximity: float | None) -> Any:
         net = torch.nn.Linear(2, 1)
 
         def loss(own: torch.nn.Module) -> torch.Tensor:
@@ -452,7 +454,7 @@ def test_imaml_without_its_proximity_term_is_told_once_for_each_parameter() -> N
         adapted = todist.inner_loop(loss, todist.sgd(lr=0.1), net, 100, meta=net, adjoint=todist.Implicit())
         result: torch.Tensor = adapted.params(torch.ones(2)).sum()
         result.backward()
-        return net.weight.grad  # type: ignore[return-value]
+        return net.weight.grad
 
     with pytest.warns(UserWarning, match=r"of shape \(1, 2\) and one of shape \(1,\)"):
         assert outer(None) is None

@@ -5,6 +5,7 @@ The steps are the same whatever the adjoint; it decides what is kept of them and
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -46,19 +47,6 @@ __all__ = ["InnerLoopResult", "inner_loop"]
 
 READ_ONCE = (Recorded, Truncated, FirstOrder, Reptile, FiniteDifference, SAMA, Implicit)
 """The adjoints that take batches which can be read once."""
-_OWN_OPTIMIZERS = (
-    "adadelta",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "muon",
-    "radam",
-    "rmsprop",
-    "sgd",
-)
-"""The optimizers of ``torch.optim`` that this package has, too."""
 
 
 class InnerLoopResult(NamedTuple):
@@ -351,7 +339,8 @@ def _type_name(thing: Any) -> str:
     kind = thing if isinstance(thing, type) else type(thing)
     if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch.optim."):
         own = kind.__name__.lower()
-        remedy = f": write `todist.{own}(lr=...)`" if own in _OWN_OPTIMIZERS else ""
+        ours = sys.modules[__name__.partition(".")[0]]
+        remedy = f": write `todist.{own}(lr=...)`" if hasattr(ours, own) else ""
         return f"torch.optim.{kind.__name__}{remedy}"
     return f"the class {thing.__name__}: call it" if isinstance(thing, type) else type(thing).__name__
 

@@ -24,7 +24,6 @@ from torchopt_dist._torch_private import (
 
 __all__ = [
     "Edge",
-    "NotingSubstitute",
     "OnlyThese",
     "StandIns",
     "Substitute",
@@ -40,10 +39,19 @@ _FOLLOWING_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backwa
 
 
 class Substitute(TorchFunctionMode):
-    """Replaces the tensors found by others, also in arguments of autograd functions and of what ``torch.func`` maps."""
+    """Replaces the tensors found by others, also in arguments of autograd functions and of what ``torch.func`` maps.
 
-    def __init__(self, found: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    Args:
+        found: the tensors.
+        others: what stands for each.
+        met: gets the ids of the tensors that are replaced.
+    """
+
+    def __init__(
+        self, found: Sequence[Tensor], others: Sequence[Tensor], met: set[int] | None = None
+    ) -> None:
         super().__init__()
+        self.met = set() if met is None else met
         self.others = {id(old): new for old, new in zip(found, others, strict=True)}
         self.entrances = contextlib.ExitStack()
 
@@ -76,21 +84,11 @@ class Substitute(TorchFunctionMode):
         return pytree.tree_map(self._other, arg)
 
     def _other(self, leaf: Any) -> Any:
-        return self.others.get(id(leaf), leaf)
-
-
-class NotingSubstitute(Substitute):
-    """As :class:`Substitute`, and notes the ids of the tensors that were found."""
-
-    def __init__(self, found: Sequence[Tensor], others: Sequence[Tensor], met: set[int]) -> None:
-        super().__init__(found, others)
-        self.met = met
-
-    def _other(self, leaf: Any) -> Any:
-        if id(leaf) not in self.others:
+        other = self.others.get(id(leaf))
+        if other is None:
             return leaf
         self.met.add(id(leaf))
-        return self.others[id(leaf)]
+        return other
 
 
 class Watch(Substitute):

@@ -40,7 +40,7 @@ from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean
-from torchopt_dist.linear_solve._substitute import NotingSubstitute, Substitute
+from torchopt_dist.linear_solve._substitute import Substitute
 from torchopt_dist.transform._gradients import gradients, gradients_missing
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
@@ -156,11 +156,7 @@ class Loop:
         """A context in which others replace ``declared``."""
         before = _substituting.set(True)
         try:
-            if self.met is None:
-                substitute = Substitute(self.declared, others)
-            else:
-                substitute = NotingSubstitute(self.declared, others, self.met)
-            with substitute:
+            with Substitute(self.declared, others, self.met):
                 yield
         finally:
             _substituting.reset(before)
