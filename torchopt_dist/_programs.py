@@ -62,7 +62,7 @@ class Program:
         )
         how = how_to_compile(tuple(constant))
         if check is not None:
-            how["backend"] = _Checked(check, how["backend"])
+            how["backend"] = partial(_checked, check, how["backend"])
         self._compiled = torch.compile(own, fullgraph=True, dynamic=False, **how)
         self._name, self._warns, self._again = name, warns, again
         self._is_refused, self.has_run = False, False
@@ -120,16 +120,12 @@ def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
     return import_module("torch._inductor").compile(graph, inputs, options)
 
 
-class _Checked:
-    """A backend that looks at a graph first."""
-
-    def __init__(self, check: Callable[[Any], None], backend: Callable[[Any, Any], Any]) -> None:
-        self._check, self._backend = check, backend
-
-    def __call__(self, graph: Any, inputs: Sequence[Any]) -> Any:
-        """Compile it."""
-        self._check(graph)
-        return self._backend(graph, inputs)
+def _checked(
+    check: Callable[[Any], None], backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
+) -> Any:
+    """What a backend makes of a graph, after a look at it."""
+    check(graph)
+    return backend(graph, inputs)
 
 
 def code_of(function: Any) -> Any:

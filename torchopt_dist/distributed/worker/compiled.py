@@ -90,36 +90,31 @@ class CompiledTask:
         found, spec = optree.tree_flatten(value, none_is_leaf=True)
         is_loss = optree.tree_leaves(which)
         if any(is_loss):
-            place = is_loss.index(True)
-            known = _Known(
-                found[place], grads, [number is not None and place in mapped for place, *_ in inputs]
+            which_leaf = is_loss.index(True)
+            is_own = [number is not None and place in mapped for place, *_ in inputs]
+            connected: Any = _Loss.apply
+            found[which_leaf] = connected(
+                found[which_leaf], grads, is_own, *[tensor for *_, tensor in inputs]
             )
-            found[place] = _Loss.apply(known, *[tensor for *_, tensor in inputs])  # type: ignore[no-untyped-call]
         return optree.tree_unflatten(spec, found)
-
-
-class _Known(NamedTuple):
-    loss: Tensor
-    grads: Sequence[OptionalTensor]
-    """Of each input, for each task if there are several."""
-    is_own: list[bool]
-    """Whether an input holds one for each task."""
 
 
 class _Loss(torch.autograd.Function):
     """A loss whose gradients are known already: a backward pass multiplies them by that of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, known: _Known, *inputs: Tensor) -> Tensor:
-        """See :class:`_Known`."""
-        ctx.inputs, ctx.is_own = inputs, known.is_own
-        ctx.save_for_backward(*known.grads)
-        return known.loss
+    def forward(
+        ctx: Any, loss: Tensor, grads: Sequence[OptionalTensor], is_own: list[bool], *inputs: Tensor
+    ) -> Tensor:
+        """``grads`` are of each input, for each task if there are several; ``is_own``: it holds one for each task."""
+        ctx.inputs, ctx.is_own = inputs, is_own
+        ctx.save_for_backward(*grads)
+        return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[OptionalTensor, ...]:
         """The sum over the tasks, but for an input that has one for each."""
-        found: list[OptionalTensor] = [None]
+        found: list[OptionalTensor] = [None, None, None]
         for grad, given, is_own in zip(ctx.saved_tensors, ctx.inputs, ctx.is_own, strict=True):
             if grad is None:
                 found.append(None)
@@ -129,7 +124,8 @@ class _Loss(torch.autograd.Function):
             made = of_loss[:, None] * by_task if is_own else of_loss @ by_task
             made = made.reshape(given.shape)
             if torch.is_grad_enabled():  # with `create_graph=True`
-                made = _Gradient.apply(made, *ctx.inputs)  # type: ignore[no-untyped-call]
+                connected: Any = _Gradient.apply
+                made = connected(made, *ctx.inputs)
             found.append(made)
         return tuple(found)
 
