@@ -186,14 +186,7 @@ def group_for_loops(group: Any, number: int) -> RankGroup:
     made = watched_group(rank, size, number, store, signs.check, limit)
     ranks = RankGroup(made, signs)
     ranks.exchanged(None)  # all are connected before one of them may close its connections
-    fail = weakref.WeakMethod(made.fail)  # the thread does not keep the group
-
-    def on_loss() -> None:
-        call = fail()
-        if call is not None:
-            call()
-
-    signs.watch(on_loss)
+    signs.watch(made.fail)
     return ranks
 
 
