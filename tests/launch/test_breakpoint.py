@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 
 import pytest
 
 from tests.processes import ON_TWO
+from tests.waits import wait_until
 from torchopt_dist.launching import launcher
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,14 +27,20 @@ def test_each_rank_is_debugged_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     os.write(here, b"!found = 40 + found\nc\n" * 2)
     try:
         assert ON_TWO.run(stops).results == {"localhost": [41, 41]}
-        os.set_blocking(here, False)
-        shown = os.read(here, 1 << 14).decode()
+        shown = ""
+
+        def both_were_shown() -> bool:
+            """A terminal gives what was written in parts, and some of them late."""
+            nonlocal shown
+            if select.select([here], [], [], 0)[0]:
+                shown += os.read(here, 1 << 14).decode()
+            return all(f"(Pdb, rank {rank}) " in shown for rank in range(2))
+
+        wait_until(both_were_shown, tell=lambda: shown)
     finally:
         os.close(here)
         os.close(there)
-    assert "(Pdb, rank 0) " in shown
-    assert "(Pdb, rank 1) " in shown
-    assert "-> return found" in shown
+    assert shown.count("-> return found") == 2
 
 
 def test_without_a_terminal_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
