@@ -80,7 +80,7 @@ def messages() -> dict[str, str]:
         ),
         "diagnosed parts": lambda: run(parallel=todist.DataParallel(shard="state"), diagnose=True),
         "parts of products": lambda: run(parallel=todist.DataParallel(shard="state"), adjoint=todist.SAMA()),
-        "shard": lambda: todist.DataParallel(shard="all"),  # type: ignore[arg-type]
+        "shard": lambda: todist.DataParallel(shard="all"),
         "group": lambda: todist.DataParallel("gloo"),
         "type": lambda: run(parallel="gloo"),
         "wrapped": lambda: todist.inner_loop(
@@ -156,7 +156,8 @@ def alone_in_something() -> dict[str, Any]:
         if first:
             return ((w - x) ** 2).sum() ** 2
         inner = w - x
-        return (_OnlyBackward.apply(inner) if dist.is_initialized() else inner**2).sum() * x.sum()  # type: ignore[no-untyped-call]
+        square: Any = _OnlyBackward.apply if dist.is_initialized() else torch.square
+        return square(inner).sum() * x.sum()
 
     made = steps_of(
         lambda w: by_parts(w, rank == 0),
