@@ -201,9 +201,8 @@ class CompiledLoop(Loop):
                 stacklevel=4,
             )
             return otherwise()
-        if (
-            self.met is not None and number == 0
-        ):  # a program uses the same tensors at each step, and says not which
+        # A program does not say which tensors it uses; all steps use the same ones.
+        if self.met is not None and number == 0:
             return otherwise()
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             seed_step(self.seed, number)  # which a batch's random numbers come from, too
@@ -217,10 +216,6 @@ class CompiledLoop(Loop):
                         tree: Any = batch
                         self.met.update({*map(id, pytree.flatten(tree)[0])} & new.keys())
                     batch = pytree.map_tensors(lambda x: new.get(id(x), x), batch)
-            if (
-                self.met is not None and number == 0
-            ):  # a program uses the same tensors at each step, and does not say
-                return otherwise()
             return program(self.parts, *arguments(batch), otherwise=otherwise)
 
 
