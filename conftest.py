@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import re
 import signal
@@ -90,6 +91,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+TRACE = logging.getLogger("torch.__trace")
+"""What the compiler tells, if anybody listens. Pytest does, to each logger that does not propagate."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Import the tests without the garbage collector, and have it look at what they make alone.
@@ -100,6 +105,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        TRACE.propagate = True
         gc.freeze()
         gc.enable()
 

@@ -15,13 +15,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
+import optree
 import torch
 
 from torchopt_dist._torch_private import tracing_gradients
 
-__all__ = ["Program", "code_of", "how_to_compile"]
+__all__ = ["CompileMode", "Program", "check_mode", "code_of", "how_to_compile"]
+
+CompileMode = bool | Literal["reduce-overhead"]
+"""Whether to compile; ``"reduce-overhead"``: on a GPU as CUDA graphs."""
 
 _OF_LIBRARIES = (
     "_import_torch_dot_",
@@ -44,6 +48,8 @@ class Program:
         constant: what names of guards begin with on what is the same at each call.
         check: raises for a graph that must not become a program.
         warns: whether a refusal is told; not where another program takes this one's place.
+        captured: on a GPU, capture the program as a CUDA graph where grad mode is off. A graph writes its results to
+            the same memory at each run, so each call copies them.
         again: a function and its arguments that find or make this program in another process.
     """
 
@@ -55,17 +61,18 @@ class Program:
         *,
         check: Callable[[Any], None] | None = None,
         warns: bool = True,
+        captured: bool = False,
         again: tuple[Callable[..., Program], tuple[Any, ...]] | None = None,
     ) -> None:
         own = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
         )
-        how = how_to_compile(tuple(constant))
+        how = how_to_compile(tuple(constant), captured=captured)
         if check is not None:
             how["backend"] = partial(_checked, check, how["backend"])
         self._compiled = torch.compile(own, fullgraph=True, dynamic=False, **how)
         self._name, self._warns, self._again = name, warns, again
-        self._is_refused, self.has_run = False, False
+        self._captured, self._is_refused, self.has_run = captured, False, False
 
     def __reduce__(self) -> tuple[Callable[..., Program], tuple[Any, ...]]:
         if self._again is None:
@@ -82,11 +89,16 @@ class Program:
         if self._is_refused:
             return otherwise()
         begun = time.perf_counter()
+        captured = self._captured and not torch.is_grad_enabled()
+        if captured:
+            torch.compiler.cudagraph_mark_step_begin()  # nobody holds results of earlier calls, but copies
         if not self.has_run:
             _tell(f"compiling {self._name}, which takes some 10 to 60 s at its first call")
         try:
             with tracing_gradients():
                 made = self._compiled(*arguments)
+            if captured:
+                made = optree.tree_map(_copied, made, none_is_leaf=True)
         except Exception as error:
             made = otherwise()
             self._is_refused = True
@@ -103,12 +115,29 @@ class Program:
         return made
 
 
-def how_to_compile(constant: tuple[str, ...]) -> dict[str, Any]:
+def check_mode(compile: object) -> None:
+    """Check that it is a :data:`CompileMode`.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(compile, str) and compile != "reduce-overhead":
+        raise ValueError(f'`compile` must be True, False or "reduce-overhead", got {compile!r}')
+    if not isinstance(compile, (bool, str)):
+        raise TypeError(
+            f'`compile` must be True, False or "reduce-overhead", got {type(compile).__name__} {compile!r}'
+        )
+
+
+def how_to_compile(constant: tuple[str, ...], *, captured: bool = False) -> dict[str, Any]:
     """The backend and the options, as ``torch.compile`` takes them."""
-    return {"backend": _inductor, "options": {"guard_filter_fn": partial(_guards_of_user, constant)}}
+    return {
+        "backend": partial(_inductor, captured),
+        "options": {"guard_filter_fn": partial(_guards_of_user, constant)},
+    }
 
 
-def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
+def _inductor(captured: bool, graph: Any, inputs: Sequence[Any]) -> Any:
     """A graph → its kernels."""
     options = {
         # Random numbers as torch draws them, so that a program drops out what the function itself does.
@@ -116,6 +145,7 @@ def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
         # A name of their own for these programs in Inductor's cache on disk, where torch 2.13 mixes those that
         # may overwrite what they have kept for the backward pass with those that must not (`tracing_gradients`).
         "benchmark_harness": False,
+        "triton.cudagraphs": captured and not torch.is_grad_enabled(),
     }
     return import_module("torch._inductor").compile(graph, inputs, options)
 
@@ -126,6 +156,10 @@ def _checked(
     """What a backend makes of a graph, after a look at it."""
     check(graph)
     return backend(graph, inputs)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def code_of(function: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchopt_dist as todist
+from tests.cuda_graphs import emulate_graphs
 from tests.diff.adjoint_table import ALL, OPTIMIZERS, Problem, gradients
 from torchopt_dist import _programs
 from torchopt_dist.diff.compiled import _program
@@ -44,7 +45,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     of_table = "optimizer" in request.node.name
     if not (request.node.name == "test_kernels" or (of_table and MORE)):
         backend = "eager" if of_table else "aot_eager"
-        monkeypatch.setattr(_programs, "how_to_compile", lambda _constant: {"backend": backend})
+        monkeypatch.setattr(_programs, "how_to_compile", lambda _constant, **_: {"backend": backend})
     _program._program.cache_clear()
     torch.compiler.reset()
     with warnings.catch_warnings():
@@ -103,6 +104,17 @@ def assert_same(
     expected = results(adjoint, module, optimizer, loss, **options)
     assert len(compiled) == len(expected)
     for one, other in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["replayed", "truncated", "SAMA", "evolution strategies"])
+def test_results_of_cuda_graphs_are_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = emulate_graphs(monkeypatch)
+    module = net(nn.BatchNorm1d(5).double())
+    graphs = results(ALL[name], module, todist.adam, weighted, compile="reduce-overhead")
+    assert captured
+    expected = results(ALL[name], module, todist.adam, weighted)
+    for one, other in zip(graphs, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
@@ -454,7 +466,7 @@ def test_without_a_cpp_compiler_the_loop_runs_as_it_is(monkeypatch: pytest.Monke
     def no_compiler(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(_programs, "how_to_compile", lambda _constant: {"backend": no_compiler})
+    monkeypatch.setattr(_programs, "how_to_compile", lambda _constant, **_: {"backend": no_compiler})
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     with pytest.warns(
         UserWarning, match=r"No working C\+\+ compiler found \(install one, .*`apt install g\+\+`"

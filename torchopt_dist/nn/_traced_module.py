@@ -43,13 +43,13 @@ def named_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def replace_parameters(module: nn.Module, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    """Put new tensors wherever the module holds old ones."""
+    """Put new tensors wherever the module holds the old ones of the same names."""
     for _, part in _parts(module, "", []):
         held: dict[str, Any] = parameters_of(part)
         for name in list(held):
-            for other, tensor in old.items():
-                if held[name] is tensor:
-                    held[name] = new[other]
+            for other, tensor in new.items():
+                if held[name] is old[other]:
+                    held[name] = tensor
                     break
 
 

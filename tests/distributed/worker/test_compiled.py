@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from tests.cuda_graphs import emulate_graphs
 from torchopt_dist import _programs
 from torchopt_dist.distributed.worker import _sent_function, compiled
 
 pytestmark = [
     pytest.mark.compiles,
     # torch hides this one by itself, where warnings are not errors
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 ROWS, TASKS = 6, 4
@@ -39,7 +41,7 @@ def trace_only(compiles: list[Any] | None = None) -> None:
             compiles.append(graph)
         return graph
 
-    _programs.how_to_compile = lambda _constant: {"backend": backend}  # type: ignore[assignment]
+    _programs.how_to_compile = lambda _constant, **_: {"backend": backend}  # type: ignore[assignment]
     compiled._programs.cache_clear()
     torch.compiler.reset()
     warnings.filterwarnings("error", message=".*compile=True")
@@ -119,6 +121,22 @@ def test_a_compiled_task_has_the_same_values_and_gradients(kind: str, vectorize:
 
 
 @pytest.mark.parametrize("vectorize", [False, True])
+def test_results_of_cuda_graphs_are_kept(vectorize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = emulate_graphs(monkeypatch)
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Net()
+        expected = found(net, "sgd")
+        torch.testing.assert_close(
+            found(net, "sgd", compile="reduce-overhead", vectorize=vectorize), expected
+        )
+        assert len(captured) == 1, "a program of the loss and its gradient"
+
+    todist.auto_init_rpc()(body)()
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
 def test_on_several_workers(world: Any, vectorize: bool) -> None:
     def body() -> None:
         for rank in range(3):
@@ -191,7 +209,7 @@ def test_a_loss_is_one_program_with_its_gradient(graphs: list[Any], kind: str, v
     def body() -> None:
         torch.testing.assert_close(found(compile=True, vectorize=vectorize), found())
         assert len(graphs) == 1
-        assert compiled._programs(task.__code__).with_gradients.has_run == with_gradient
+        assert compiled._programs(task.__code__, True).with_gradients.has_run == with_gradient
 
     todist.auto_init_rpc()(body)()
 
@@ -217,7 +235,7 @@ def test_gradients_of_tasks_that_would_take_much_memory_are_not_kept(
             torch.testing.assert_close(
                 grads, (torch.full((2,), 3 * math.e), math.e * w.detach().expand(3, 2))
             )
-            assert compiled._programs(task.__code__).with_gradients.has_run == has_run
+            assert compiled._programs(task.__code__, True).with_gradients.has_run == has_run
 
     todist.auto_init_rpc()(body)()
     assert len(graphs) == 2
@@ -296,7 +314,7 @@ def test_global_names_of_a_function_that_was_sent_are_its_own(graphs: list[Any])
     for a, b in given:
         names: dict[str, Any] = {"A": torch.tensor([a]), "B": b, "__name__": "__main__"}
         exec(SENT, names)
-        assert compiled.CompiledTask(names["task"])(x) == 2 * a * b + b
+        assert compiled.CompiledTask(names["task"], True)(x) == 2 * a * b + b
     assert len(graphs) == 3
 
 
@@ -364,7 +382,7 @@ def test_an_error_of_the_task_is_its_own() -> None:
         for options in ({}, {"vectorize": True}):
             with pytest.raises(ValueError, match="this is the task's own"):
                 todist.parallelize(todist.tasks, compile=True, **options)(with_an_error)(torch.ones(3, 2))
-        with pytest.raises(TypeError, match="compile must be True or False, got 'yes'"):
+        with pytest.raises(ValueError, match="`compile` must be True, False or"):
             todist.parallelize(todist.tasks, compile="yes")(with_an_error)(torch.ones(3, 2))
 
     todist.auto_init_rpc()(body)()

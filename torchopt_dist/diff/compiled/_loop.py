@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._programs import Program
+from torchopt_dist._programs import CompileMode, Program
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
@@ -201,9 +201,6 @@ class CompiledLoop(Loop):
                 stacklevel=4,
             )
             return otherwise()
-        # A program does not say which tensors it uses; all steps use the same ones.
-        if self.met is not None and number == 0:
-            return otherwise()
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             seed_step(self.seed, number)  # which a batch's random numbers come from, too
             batch: tuple[Any, ...] = ()
@@ -219,7 +216,7 @@ class CompiledLoop(Loop):
             return program(self.parts, *arguments(batch), otherwise=otherwise)
 
 
-def compiled(loop: Loop) -> Loop:
+def compiled(loop: Loop, mode: CompileMode) -> Loop:
     """The same loop, whose steps are compiled; the loop itself, and a warning, where they cannot be.
 
     Its first gradient is taken as in a loop that is not, to see which parameters the loss uses.
@@ -241,9 +238,9 @@ def compiled(loop: Loop) -> Loop:
     return CompiledLoop(
         **own,
         parts=parts,
-        step=program_for(step, parts, loop.loss),
-        of_gradient=program_for(gradient, parts, loop.loss),
-        of_pulled=program_for(pulled_step, parts, loop.loss),
+        step=program_for(step, parts, loop.loss, mode),
+        of_gradient=program_for(gradient, parts, loop.loss, mode),
+        of_pulled=program_for(pulled_step, parts, loop.loss, mode),
         constants=constants_of_loop(loop),
         before=before,
     )

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from torchopt_dist import pytree
-from torchopt_dist._programs import Program, code_of
+from torchopt_dist._programs import CompileMode, Program, code_of
 from torchopt_dist.diff.compiled._functions import Parts
 
 __all__ = ["program_for"]
@@ -19,15 +19,23 @@ _BY_KIND = tuple(f"parts.{name}" for name in Parts._fields if name not in ("call
 """What the names of guards begin with on what is the same for all steps of a kind."""
 
 
-def program_for(function: Callable[..., Any], parts: Parts, loss: Callable[..., Any]) -> Program:
+def program_for(
+    function: Callable[..., Any], parts: Parts, loss: Callable[..., Any], mode: CompileMode
+) -> Program:
     """The program for steps of this kind, or a new one."""
     trees = tuple(str(pytree.flatten(tree)[1]) for tree in (parts.template, parts.argument))
     rest = parts._replace(
         call=code_of(loss), optimizer=code_of(parts.optimizer), template=trees, argument=None
     )
-    return _program(function, rest)
+    return _program(function, rest, mode)
 
 
 @lru_cache(maxsize=64)
-def _program(function: Callable[..., Any], kind: Parts) -> Program:
-    return Program(function, "an inner loop", _BY_KIND, again=(_program, (function, kind)))
+def _program(function: Callable[..., Any], kind: Parts, mode: CompileMode) -> Program:
+    return Program(
+        function,
+        "an inner loop",
+        _BY_KIND,
+        captured=mode == "reduce-overhead",
+        again=(_program, (function, kind, mode)),
+    )

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict
 import optree
 from torch import Tensor, nn
 
+from torchopt_dist._programs import CompileMode, check_mode
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed.messages.caller_state import CallerState
@@ -90,7 +91,7 @@ class ExecutionOptions:
     Attributes:
         vectorize: whether tasks run in one ``torch.func.vmap`` instead of one after another.
         chunk_size: how many tasks run at once, if vectorized; ``None``: all.
-        compile: whether torch's compiler makes a program of a task, or of all if vectorized.
+        compile: whether torch's compiler makes a program of a task, or of all if vectorized, and whether CUDA graphs.
         device: where the tensors among the arguments are put first; ``None``: on the kind of device that they are on;
             ``"auto"``: on the worker's own GPU, if it has one.
         isolate_own_share: whether the caller's own share works on leaves and rebuilt objects, as a worker does.
@@ -104,7 +105,7 @@ class ExecutionOptions:
 
     vectorize: bool = False
     chunk_size: int | None = None
-    compile: bool = False
+    compile: CompileMode = False
     device: str | None = None
     isolate_own_share: bool = True
     strict: bool = False
@@ -115,9 +116,10 @@ class ExecutionOptions:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("vectorize", "compile", "isolate_own_share", "strict", "progress"):
+        for name in ("vectorize", "isolate_own_share", "strict", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_mode(self.compile)
         if self.chunk_size is not None and (not isinstance(self.chunk_size, int) or self.chunk_size < 1):
             raise ValueError(f"chunk_size must be a positive integer or None, got {self.chunk_size!r}")
         if self.chunk_size is not None and not self.vectorize:
@@ -161,7 +163,7 @@ class ExecutionKwargs(TypedDict, total=False):
 
     vectorize: bool
     chunk_size: int | None
-    compile: bool
+    compile: CompileMode
     device: str | None
     isolate_own_share: bool
     strict: bool

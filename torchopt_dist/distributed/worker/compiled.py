@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from torchopt_dist._programs import Program, code_of
+from torchopt_dist._programs import CompileMode, Program, code_of
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
 from torchopt_dist.distributed.worker._sent_function import at_home
@@ -42,9 +42,9 @@ class _Programs(NamedTuple):
 class CompiledTask:
     """A task's function, called through its programs."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], mode: CompileMode) -> None:
         self._function, self._same = function, at_home(function)
-        self._programs = _programs(code_of(function))
+        self._programs = _programs(code_of(function), mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one task."""
@@ -148,11 +148,12 @@ class _Gradient(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
-def _programs(code: Any) -> _Programs:
+def _programs(code: Any, mode: CompileMode) -> _Programs:
     name = getattr(code, "co_qualname", None) or getattr(code, "co_name", repr(code))
-    named = f"the task {name!r}"
+    named, captured = f"the task {name!r}", mode == "reduce-overhead"
     return _Programs(
-        Program(values, named), Program(values_and_gradients, named, check=check_inputs, warns=False)
+        Program(values, named),
+        Program(values_and_gradients, named, check=check_inputs, warns=False, captured=captured),
     )
 
 

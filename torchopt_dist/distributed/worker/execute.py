@@ -64,7 +64,9 @@ def run(payload: Payload, *, moved: bool = False) -> Ran:
 def _one_by_one(payload: Payload, turn: _TurnOf) -> list[Any]:
     values: list[Any] = []
     tell = None if payload.ticket is None else teller(payload.ticket, len(payload.tasks))
-    function = CompiledTask(payload.function) if payload.options.compile else payload.function
+    function = payload.function
+    if payload.options.compile:
+        function = CompiledTask(function, payload.options.compile)
     for (args, kwargs), seed in zip(payload.tasks, payload.seeds, strict=True):
         with turn(seed):
             values.append(function(*args, **kwargs))
@@ -95,7 +97,7 @@ def _vectorized(payload: Payload, turn: _TurnOf) -> list[Any]:
 
     with turn(payload.seeds[0]), _told_of_running_statistics():
         if options.compile and options.chunk_size is None:
-            task = CompiledTask(payload.function)
+            task = CompiledTask(payload.function, options.compile)
             batched = task.run(shared, together.places, rebuild, as_they_are)
         else:
             batched = as_they_are()
