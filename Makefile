@@ -23,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install -q --no-compile # each module is compiled at its first import, and most have none
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
+PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
 # What computes, and the tests of calls and launches that promise equal bits; and how torch, oneDNN and MKL are told to
 # compute as on another processor.
 COMPUTING = tests/diff tests/ops tests/optim tests/transform tests/linalg tests/linear_solve tests/nonlinear_solve tests/schedule \

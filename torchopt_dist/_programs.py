@@ -145,6 +145,9 @@ def _inductor(captured: bool, graph: Any, inputs: Sequence[Any]) -> Any:
         # A name of their own for these programs in Inductor's cache on disk, where torch 2.13 mixes those that
         # may overwrite what they have kept for the backward pass with those that must not (`tracing_gradients`).
         "benchmark_harness": False,
+        # The processor's own vectors, without a look whether the compiler makes them: that starts a Python process for
+        # each kind, 7 s in all, and a compiler of torch's C++20 does.
+        "cpp.vec_isa_ok": True,
         "triton.cudagraphs": captured and not torch.is_grad_enabled(),
     }
     return import_module("torch._inductor").compile(graph, inputs, options)
