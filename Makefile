@@ -22,6 +22,7 @@ TORCHES ?= 2.11.0 2.13.0 newest
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH_STAMP := $(VENV)/.torch
 INSTALL := $(BIN)/python -m pip install -q --no-compile # each module is compiled at its first import, and most have none
 PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
 # What computes, and the tests of calls and launches that promise equal bits; and how torch, oneDNN and MKL are told to
@@ -42,11 +43,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-$(STAMP): $(SOURCES)
+$(TORCH_STAMP):
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing $(TORCH)"
 	@$(INSTALL) $(TORCH)
 	@$(INSTALL) "setuptools>=77,<82" ninja wheel # torch 2.11 refuses 82
+	@touch $@
+
+$(STAMP): $(SOURCES) | $(TORCH_STAMP)
 	@echo "building and installing torchopt_dist"
 	@$(INSTALL) --no-build-isolation -e ".[test]"
 	@touch $@
@@ -108,5 +112,5 @@ wheel: $(STAMP) ## wheel and source distribution into dist, tried outside the tr
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info docs/_build docs/_pictures docs/_site outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f torchopt_dist/_C*.so torchopt_dist/_build_note.txt torchopt_dist/_cuda_note.txt $(STAMP)
+	rm -f torchopt_dist/_C*.so torchopt_dist/_build_note.txt torchopt_dist/_cuda_note.txt $(STAMP) $(TORCH_STAMP)
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

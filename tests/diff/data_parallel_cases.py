@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 
-EXAMPLES, INPUTS, BATCH, STEPS = 24, 5, 12, 8
+EXAMPLES, INPUTS, BATCH, STEPS = 24, 5, 12, 6
 Numbers = list[Any]
 
 

@@ -9,6 +9,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 copy=build/torch-$version
 mkdir -p "$copy"
 find "$copy" -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
-rm -f "$copy/.venv/.installed"
+rm -f "$copy/.venv/.installed" "$copy/.venv/.torch"
 git ls-files -z --cached --others --exclude-standard | tar --null -T - -cf - | tar -xf - -C "$copy"
 make -C "$copy" test TORCH="torch==$version" ARGS="$*"
