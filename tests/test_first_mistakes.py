@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.docs.test_public_names import MODULES
 from torchopt_dist.distributed.parallelize import CallKwargs
 
 untyped: Any = todist
@@ -37,6 +39,18 @@ def no_length() -> torch.Tensor:
 
 
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: untyped.data.TaskSampler((torch.ones(4, 1), torch.arange(4)), ways=2, shots=1, query=1),
+        "TaskSampler got an unexpected keyword argument 'query': did you mean `queries`?",
+    ),
+    (
+        lambda: untyped.learned(NET, rate=0.1),
+        "learned got an unexpected keyword argument 'rate'; its options are model, lr, weight_decay, entries",
+    ),
+    (
+        lambda: untyped.inner_loop(no_data, todist.sgd(lr=0.1), NET, 3, adjiont=todist.Recorded()),
+        "inner_loop got an unexpected keyword argument 'adjiont': did you mean `adjoint`?",
+    ),
     (
         lambda: todist.parallelize(todist.mean_reducer),
         "partitioner must not be a reducer, got mean_reducer: write `reducer=todist.mean_reducer`",
@@ -217,6 +231,24 @@ def test_errors_of_other_kinds_say_it_too(
     with pytest.raises(kind) as caught:
         mistake()
     assert text in str(caught.value)
+
+
+def test_python_alone_tells_of_no_misspelt_option_of_what_users_call() -> None:
+    """Where there are at least three to remember; Python 3.13 tells them itself."""
+    seldom = {"autograd", "errors", "launching", "linalg", "nn", "ops", "pytree", "transform", "typing"}
+    places = [todist, *(module for name, module in MODULES.items() if name not in seldom)]
+    told, bare = [], []
+    for name, thing in {name: getattr(place, name) for place in places for name in place.__all__}.items():
+        if name.endswith(("Error", "Warning")) or not isinstance(thing, FunctionType | type):
+            continue
+        if len(inspect.signature(thing).parameters) >= 3:
+            with pytest.raises(TypeError) as caught:
+                thing(no_such_option=1)
+            text = str(caught.value)
+            told += [name] if "; its options are " in text else []
+            bare += [name] if text.endswith("got an unexpected keyword argument 'no_such_option'") else []
+    assert bare == ["apply_updates", "Task", "SolverInfo"]  # in every step; results
+    assert len(told) > 40
 
 
 def test_a_type_error_inside_a_loss_that_is_called_rightly_stays_as_it_is() -> None:

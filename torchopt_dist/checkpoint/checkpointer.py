@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from torchopt_dist._options import hinted
 from torchopt_dist.checkpoint import _contents, _files
 from torchopt_dist.checkpoint._random_states import capture_random_states, restore_random_states
 from torchopt_dist.distributed.world import get_rank
@@ -38,6 +39,7 @@ class Restored(NamedTuple):
     """The objects by name, with what was saved in the place of plain values."""
 
 
+@hinted
 class Checkpointer:
     """Saves the state of a program from time to time, and restores it after a crash.
 

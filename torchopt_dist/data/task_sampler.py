@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from torchopt_dist._options import hinted
+
 __all__ = ["Task", "TaskSampler"]
 
 
@@ -26,6 +28,7 @@ class Task(NamedTuple):
     """Their labels, of shape (ways · queries,)."""
 
 
+@hinted
 class TaskSampler:
     """Few-shot tasks from a labelled dataset: task ``i`` is ``sampler[i]``.
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from torch.distributed import rpc
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist._options import hinted
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist.distributed.group.group import find_group
 from torchopt_dist.distributed.life.process_group import BACKENDS
@@ -34,6 +35,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+@hinted
 def auto_init_rpc(
     worker_init_fn: Callable[[], Any] | None = None,
     worker_name_format: Callable[..., str] = default_worker_name_format,

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist._liveness import VARIABLE, Liveness
-from torchopt_dist._options import close_to
+from torchopt_dist._options import close_to, hinted
 from torchopt_dist._signals import TERMINATED
 from torchopt_dist.errors import RemoteError
 from torchopt_dist.launching import _slurm as slurm
@@ -54,6 +54,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@hinted
 @dataclass(frozen=True)
 class Launcher(LaunchOptions):
     """Runs functions on worker processes, each launch on new ones.
