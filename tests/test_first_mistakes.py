@@ -219,6 +219,19 @@ OTHERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "is passed on without parentheses, `todist.parallelize(todist.tasks)`",
     ),
+    *(
+        (mistake, AttributeError, text)
+        for mistake, text in (
+            (lambda: untyped.schedule.CosineAnnealingLR, "is `todist.schedule.cosine_decay` here"),
+            (lambda: untyped.lr_scheduler, "torch's `lr_scheduler` is `todist.schedule` here"),
+            (lambda: untyped.nn.MetaSGD, "no attribute 'MetaSGD'; it is `torchopt_dist.MetaSGD`"),
+            (lambda: untyped.cosine_decay, "it is `torchopt_dist.schedule.cosine_decay`"),
+            (lambda: untyped.data.Sampler, "did you mean `TaskSampler`?"),
+            (lambda: SAMPLER.sample(), "'TaskSampler' object has no attribute 'sample': write `sampler[i]`"),
+            (lambda: untyped.Checkpointer("here").load({}), "no attribute 'load': write `restore(objects)`"),
+            (lambda: untyped.Checkpointer("here").restor({}), "did you mean `restore`?"),
+        )
+    ),
     (lambda: todist.PES, AttributeError, "no attribute 'PES': did you mean `PersistentEvolutionStrategies`?"),
     (lambda: todist.Checkpoint, AttributeError, "no attribute 'Checkpoint': did you mean `Checkpointer`?"),
 ]

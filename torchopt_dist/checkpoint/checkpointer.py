@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from torchopt_dist._missing_names import missing_methods
 from torchopt_dist._options import hinted
 from torchopt_dist.checkpoint import _contents, _files
 from torchopt_dist.checkpoint._random_states import capture_random_states, restore_random_states
@@ -39,6 +40,7 @@ class Restored(NamedTuple):
     """The objects by name, with what was saved in the place of plain values."""
 
 
+@missing_methods(load="restore(objects)", load_state_dict="restore(objects)", latest="steps()[-1]")
 @hinted
 class Checkpointer:
     """Saves the state of a program from time to time, and restores it after a crash.

@@ -28,7 +28,8 @@ from typing import Any, ParamSpec, TypeVar
 from torchopt_dist._liveness import VARIABLE, Liveness
 from torchopt_dist._options import close_to, hinted
 from torchopt_dist._signals import TERMINATED
-from torchopt_dist.errors import RemoteError
+from torchopt_dist._tracebacks import show_user_frames
+from torchopt_dist.errors import RemoteError, TodistError
 from torchopt_dist.launching import _slurm as slurm
 from torchopt_dist.launching._attempts import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launching._breakpoint import terminal
@@ -169,7 +170,13 @@ class Launcher(LaunchOptions):
             setup = functools.partial(self._setup, folder, Settings.capture(), {**added, **own})
             plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
             membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
-            return run_attempts(plan, membership)
+            try:
+                return run_attempts(plan, membership)
+            except (
+                TodistError
+            ) as error:  # what it says has happened elsewhere: frames of this room say nothing
+                show_user_frames()
+                raise error.with_traceback(None) from error.__cause__
 
     def _setup(self, folder: str, settings: Settings, added: Mapping[str, str], machine: Machine) -> Header:
         """What the workers on a machine get from the launcher."""

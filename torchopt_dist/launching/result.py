@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from torchopt_dist._missing_names import missing_methods
 from torchopt_dist.errors import AgentFailedError, WorkerFailedError
 from torchopt_dist.launching._option_kinds import check_integer
 
@@ -13,6 +14,7 @@ __all__ = ["LaunchResult"]
 T = TypeVar("T")
 
 
+@missing_methods(values="results", value="rank(0)", result="rank(0)")
 @dataclass(frozen=True)
 class LaunchResult(Generic[T]):
     """The values that the function returned on the workers.
