@@ -199,6 +199,38 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         )
     ),
     (
+        lambda: untyped.learned(NET, 0.1),
+        "learned takes 1 without a name, got 2: by their names it takes lr, weight_decay, entries",
+    ),
+    (
+        lambda: untyped.module_clone(NET, "copy"),
+        "module_clone takes 1 without a name, got 2: by their names it takes by, detach_buffers, device",
+    ),
+    (
+        lambda: untyped.Checkpointer("here").save(3, net=NET),
+        "Checkpointer.save got an unexpected keyword argument 'net'; its options are step, objects, score, force",
+    ),
+    (
+        lambda: untyped.launch(None, nproc_per_host=2),
+        "`func` must be callable, got NoneType None: give the function itself, `main`, not what it returns, `main()`",
+    ),
+    (
+        lambda: untyped.launch(len, 2),
+        "`args` must be a tuple of arguments, got int 2: the number of workers is `nproc_per_host=2`",
+    ),
+    (
+        lambda: untyped.launching.LaunchResult({})[0],
+        "`LaunchResult` is not subscriptable: the value of rank 0 is `result.rank(0)`",
+    ),
+    *(
+        (
+            lambda make=make: make(lr=None),
+            "`lr` must be a number, a tensor or a schedule, got NoneType; a tree has a number or a tensor for each "
+            "parameter",
+        )
+        for make in (todist.sgd, todist.rmsprop, partial(todist.MetaSGD, NET))
+    ),
+    (
         lambda: untyped.map(len, [[1]], NET),
         "map(func, items) has two arguments without a name, got 3: what follows the item in each call is given by "
         "`args=`, such as `map(func, items, args=(model,))`",
@@ -231,6 +263,13 @@ OTHERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
             (lambda: untyped.Checkpointer("here").load({}), "no attribute 'load': write `restore(objects)`"),
             (lambda: untyped.Checkpointer("here").restor({}), "did you mean `restore`?"),
         )
+    ),
+    (
+        lambda: todist.inner_loop(
+            lambda net: NET(torch.ones(2)).sum(), todist.sgd(lr=0.1), torch.nn.Linear(2, 1), 3
+        ),
+        ValueError,
+        "the parameters as they are now (was it computed before the last step? by another module? under torch.no_grad?",
     ),
     (lambda: todist.PES, AttributeError, "no attribute 'PES': did you mean `PersistentEvolutionStrategies`?"),
     (lambda: todist.Checkpoint, AttributeError, "no attribute 'Checkpoint': did you mean `Checkpointer`?"),

@@ -103,7 +103,6 @@ MAY_IMPORT = {
         "_slurm_lists",
         "_torch_private",
         "_tracebacks",
-        "_tracebacks",
         "_unsendable",
         "errors",
     },

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar, cast
 
-__all__ = ["check_options", "close_to", "hinted", "only_the_function", "unless"]
+__all__ = ["check_options", "close_to", "hinted", "not_callable", "only_the_function", "unless"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 HintedT = TypeVar("HintedT", bound=Callable[..., Any])
@@ -42,7 +42,7 @@ def hinted(call: HintedT) -> HintedT:
     if isinstance(call, type):
         made.__init__ = _checked(made.__init__, call.__name__)
     else:
-        made = _checked(call, call.__name__)
+        made = _checked(call, call.__qualname__)
     return cast("HintedT", made)
 
 
@@ -63,9 +63,12 @@ def _checked(
     mistaken: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None,
 ) -> Callable[..., Any]:
     code = call.__code__
-    known = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
-    known = known[1:] if call.__name__ == "__init__" else known
+    own = code.co_varnames[:1] == ("self",)
+    named = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+    known = named[1:] if own else named
     takes = None if code.co_flags & inspect.CO_VARKEYWORDS else frozenset(known)
+    most = None if code.co_flags & inspect.CO_VARARGS else code.co_argcount
+    by_name = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
 
     @functools.wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -73,9 +76,22 @@ def _checked(
             raise TypeError(text)
         if takes is not None and not takes.issuperset(kwargs):
             check_options(name, kwargs, known)
+        if most is not None and len(args) > most and by_name:
+            raise TypeError(
+                f"{name} takes {most - own} without a name, got {len(args) - own}: by their names it takes "
+                f"{', '.join(by_name)}"
+            )
         return call(*args, **kwargs)
 
     return checked
+
+
+def not_callable(argument: str, got: object) -> TypeError:
+    """The error for what is no function; it may be what a function has returned."""
+    return TypeError(
+        f"{argument} must be callable, got {type(got).__name__} {got!r:.80}: give the function itself, `main`, not "
+        "what it returns, `main()`"
+    )
 
 
 def only_the_function(call: FunctionT) -> FunctionT:

@@ -108,8 +108,9 @@ class Checkpointer:
         """Restore the newest checkpoint, if there is one, or a chosen one.
 
         Objects with a state and generators get the saved state. Leaf tensors that require grad are overwritten in
-        place, since an optimizer may hold them. Other tensors and plain values are returned as new objects. For a
-        truncated or corrupt file there is a ``RuntimeWarning``, and the file before it is used.
+        place, since an optimizer may hold them, and so are those of a module's ``state_dict()``. Other tensors and
+        plain values are returned as new objects. For a truncated or corrupt file there is a ``RuntimeWarning``, and the
+        file before it is used.
 
         Args:
             objects: the objects by name, as they will be saved. Trees with tensors or objects in them must have
@@ -150,6 +151,7 @@ class Checkpointer:
         self.wait()
         return sorted({file.step for file in _files.find(self.folder)})
 
+    @hinted
     def save(
         self, step: int, objects: Mapping[str, Any], *, score: float | None = None, force: bool = False
     ) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from torchopt_dist._missing_names import missing_methods
 from torchopt_dist.errors import AgentFailedError, WorkerFailedError
@@ -53,6 +53,12 @@ class LaunchResult(Generic[T]):
         if int(rank) in self.lost:
             raise self.lost[int(rank)]
         return values[rank]
+
+    def __getitem__(self, rank: Any) -> NoReturn:
+        """Raise ``TypeError``: the value of a rank is ``rank(i)``."""
+        raise TypeError(
+            f"`LaunchResult` is not subscriptable: the value of rank {rank!r} is `result.rank({rank!r})`"
+        )
 
     def index(self, host: str, local_rank: int) -> T:
         """The value of a host's worker.
