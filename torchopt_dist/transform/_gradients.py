@@ -99,7 +99,8 @@ def gradients_missing(count: int, wanted: int) -> ValueError:
     text = (
         "`loss` must depend on the parameters as they are now (was it computed before the last step? by another "
         "module? under torch.no_grad? a MetaOptimizer's step takes a function, `optimizer.step(lambda: loss)`, and "
-        f"calls it with gradients enabled); of {count} parameters, {wanted} require grad, and it depends on none"
+        f"calls it with gradients enabled); of {count} parameters, {wanted} require grad, and it depends on none of "
+        "these"
     )
     if _torch_private.transforms_are_active():
         text += (
