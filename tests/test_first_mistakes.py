@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.docs.test_public_names import MODULES
 from torchopt_dist.distributed.parallelize import CallKwargs
 
 untyped: Any = todist
@@ -37,6 +39,18 @@ def no_length() -> torch.Tensor:
 
 
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: untyped.data.TaskSampler((torch.ones(4, 1), torch.arange(4)), ways=2, shots=1, query=1),
+        "TaskSampler got an unexpected keyword argument 'query': did you mean `queries`?",
+    ),
+    (
+        lambda: untyped.learned(NET, rate=0.1),
+        "learned got an unexpected keyword argument 'rate'; its options are model, lr, weight_decay, entries",
+    ),
+    (
+        lambda: untyped.inner_loop(no_data, todist.sgd(lr=0.1), NET, 3, adjiont=todist.Recorded()),
+        "inner_loop got an unexpected keyword argument 'adjiont': did you mean `adjoint`?",
+    ),
     (
         lambda: todist.parallelize(todist.mean_reducer),
         "partitioner must not be a reducer, got mean_reducer: write `reducer=todist.mean_reducer`",
@@ -185,6 +199,38 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         )
     ),
     (
+        lambda: untyped.learned(NET, 0.1),
+        "learned takes 1 without a name, got 2: by their names it takes lr, weight_decay, entries",
+    ),
+    (
+        lambda: untyped.module_clone(NET, "copy"),
+        "module_clone takes 1 without a name, got 2: by their names it takes by, detach_buffers, device",
+    ),
+    (
+        lambda: untyped.Checkpointer("here").save(3, net=NET),
+        "Checkpointer.save got an unexpected keyword argument 'net'; its options are step, objects, score, force",
+    ),
+    (
+        lambda: untyped.launch(None, nproc_per_host=2),
+        "`func` must be callable, got NoneType None: give the function itself, `main`, not what it returns, `main()`",
+    ),
+    (
+        lambda: untyped.launch(len, 2),
+        "`args` must be a tuple of arguments, got int 2: the number of workers is `nproc_per_host=2`",
+    ),
+    (
+        lambda: untyped.launching.LaunchResult({})[0],
+        "`LaunchResult` is not subscriptable: the value of rank 0 is `result.rank(0)`",
+    ),
+    *(
+        (
+            lambda make=make: make(lr=None),
+            "`lr` must be a number, a tensor or a schedule, got NoneType; a tree has a number or a tensor for each "
+            "parameter",
+        )
+        for make in (todist.sgd, todist.rmsprop, partial(todist.MetaSGD, NET))
+    ),
+    (
         lambda: untyped.map(len, [[1]], NET),
         "map(func, items) has two arguments without a name, got 3: what follows the item in each call is given by "
         "`args=`, such as `map(func, items, args=(model,))`",
@@ -205,6 +251,26 @@ OTHERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "is passed on without parentheses, `todist.parallelize(todist.tasks)`",
     ),
+    *(
+        (mistake, AttributeError, text)
+        for mistake, text in (
+            (lambda: untyped.schedule.CosineAnnealingLR, "is `todist.schedule.cosine_decay` here"),
+            (lambda: untyped.lr_scheduler, "torch's `lr_scheduler` is `todist.schedule` here"),
+            (lambda: untyped.nn.MetaSGD, "no attribute 'MetaSGD'; it is `torchopt_dist.MetaSGD`"),
+            (lambda: untyped.cosine_decay, "it is `torchopt_dist.schedule.cosine_decay`"),
+            (lambda: untyped.data.Sampler, "did you mean `TaskSampler`?"),
+            (lambda: SAMPLER.sample(), "'TaskSampler' object has no attribute 'sample': write `sampler[i]`"),
+            (lambda: untyped.Checkpointer("here").load({}), "no attribute 'load': write `restore(objects)`"),
+            (lambda: untyped.Checkpointer("here").restor({}), "did you mean `restore`?"),
+        )
+    ),
+    (
+        lambda: todist.inner_loop(
+            lambda net: NET(torch.ones(2)).sum(), todist.sgd(lr=0.1), torch.nn.Linear(2, 1), 3
+        ),
+        ValueError,
+        "the parameters as they are now (was it computed before the last step? by another module? under torch.no_grad?",
+    ),
     (lambda: todist.PES, AttributeError, "no attribute 'PES': did you mean `PersistentEvolutionStrategies`?"),
     (lambda: todist.Checkpoint, AttributeError, "no attribute 'Checkpoint': did you mean `Checkpointer`?"),
 ]
@@ -217,6 +283,24 @@ def test_errors_of_other_kinds_say_it_too(
     with pytest.raises(kind) as caught:
         mistake()
     assert text in str(caught.value)
+
+
+def test_python_alone_tells_of_no_misspelt_option_of_what_users_call() -> None:
+    """Where there are at least three to remember; Python 3.13 tells them itself."""
+    seldom = {"autograd", "errors", "launching", "linalg", "nn", "ops", "pytree", "transform", "typing"}
+    places = [todist, *(module for name, module in MODULES.items() if name not in seldom)]
+    told, bare = [], []
+    for name, thing in {name: getattr(place, name) for place in places for name in place.__all__}.items():
+        if name.endswith(("Error", "Warning")) or not isinstance(thing, FunctionType | type):
+            continue
+        if len(inspect.signature(thing).parameters) >= 3:
+            with pytest.raises(TypeError) as caught:
+                thing(no_such_option=1)
+            text = str(caught.value)
+            told += [name] if "; its options are " in text else []
+            bare += [name] if text.endswith("got an unexpected keyword argument 'no_such_option'") else []
+    assert bare == ["apply_updates", "Task", "SolverInfo"]  # in every step; results
+    assert len(told) > 40
 
 
 def test_a_type_error_inside_a_loss_that_is_called_rightly_stays_as_it_is() -> None:

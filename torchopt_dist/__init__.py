@@ -4,10 +4,11 @@
 of what functions return in ``todist.typing``, and each other kind of function in a module of its own.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torchopt_dist import (
-    _options,
+    _missing_names,
     data,
     diff,
     errors,
@@ -281,14 +282,27 @@ if not TYPE_CHECKING:  # which would take every name for one that exists
 
     def __getattr__(name: str) -> Any:
         """A name of TorchOpt's that has another place here, or another name."""
-        hint = ""
-        if not name.startswith("_"):
-            from torchopt_dist.compat import _second_names
+        if name.startswith("_"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from torchopt_dist.compat import _second_names
 
-            if name in _second_names.SECOND_NAMES:
-                return _second_names.SECOND_NAMES[name]
-            places = [place for place in (transform, typing, errors) if name in place.__all__]
-            initials = [one for one in __all__ if name == "".join(filter(str.isupper, one))]  # PES
-            meant = f": did you mean `{initials[0]}`?" if initials else _options.close_to(name, __all__)
-            hint = f"; it is `{places[0].__name__}.{name}`" if places else meant
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        if name in _second_names.SECOND_NAMES:
+            return _second_names.SECOND_NAMES[name]
+        raise _missing_names.missing_name(__name__, name, __all__, _PLACES)
+
+    _PLACES = _missing_names.tell_missing_names(
+        *(
+            transform,
+            typing,
+            errors,
+            schedule,
+            data,
+            linear_solve,
+            nonlinear_solve,
+            linalg,
+            nn,
+            diff,
+            adjoints,
+        ),
+        *(autograd, launching, ops, pytree, visual, diff.implicit, diff.zero_order, sys.modules[__name__]),
+    )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar, cast
 
-__all__ = ["check_options", "close_to", "only_the_function", "unless"]
+__all__ = ["check_options", "close_to", "hinted", "not_callable", "only_the_function", "unless"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+HintedT = TypeVar("HintedT", bound=Callable[..., Any])
+"""A function or a class."""
 
 
 def check_options(function: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -33,21 +36,62 @@ def close_to(name: str, known: Collection[str]) -> str:
     return f": did you mean `{meant[0]}`?" if meant else ""
 
 
+def hinted(call: HintedT) -> HintedT:
+    """Make the ``TypeError`` for a keyword that a function or class does not take say what was meant."""
+    made: Any = call
+    if isinstance(call, type):
+        made.__init__ = _checked(made.__init__, call.__name__)
+    else:
+        made = _checked(call, call.__qualname__)
+    return cast("HintedT", made)
+
+
 def unless(
     mistaken: Callable[[tuple[Any, ...], dict[str, Any]], str | None],
 ) -> Callable[[FunctionT], FunctionT]:
-    """Make a call raise ``TypeError`` where a text is made of its arguments, which says what to write."""
+    """As :func:`hinted`; and make a call raise ``TypeError`` where a text is made of its arguments."""
 
     def decorator(call: FunctionT) -> FunctionT:
-        @functools.wraps(call)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            if (text := mistaken(args, kwargs)) is not None:
-                raise TypeError(text)
-            return call(*args, **kwargs)
-
-        return cast("FunctionT", checked)
+        return cast("FunctionT", _checked(call, call.__name__, mistaken))
 
     return decorator
+
+
+def _checked(
+    call: Callable[..., Any],
+    name: str,
+    mistaken: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None,
+) -> Callable[..., Any]:
+    code = call.__code__
+    own = code.co_varnames[:1] == ("self",)
+    named = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+    known = named[1:] if own else named
+    takes = None if code.co_flags & inspect.CO_VARKEYWORDS else frozenset(known)
+    most = None if code.co_flags & inspect.CO_VARARGS else code.co_argcount
+    by_name = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if mistaken is not None and (text := mistaken(args, kwargs)) is not None:
+            raise TypeError(text)
+        if takes is not None and not takes.issuperset(kwargs):
+            check_options(name, kwargs, known)
+        if most is not None and len(args) > most and by_name:
+            raise TypeError(
+                f"{name} takes {most - own} without a name, got {len(args) - own}: by their names it takes "
+                f"{', '.join(by_name)}"
+            )
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def not_callable(argument: str, got: object) -> TypeError:
+    """The error for what is no function; it may be what a function has returned."""
+    return TypeError(
+        f"{argument} must be callable, got {type(got).__name__} {got!r:.80}: give the function itself, `main`, not "
+        "what it returns, `main()`"
+    )
 
 
 def only_the_function(call: FunctionT) -> FunctionT:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from types import FunctionType
 
+from torchopt_dist import _options
+
 __all__ = ["check_parentheses"]
 
 
@@ -20,6 +22,8 @@ def check_parentheses(decorator: str, argument: object) -> None:
     caller = inspect.currentframe()
     for _ in range(2):
         caller = caller and caller.f_back
+    while caller is not None and caller.f_code.co_filename == _options.__file__:
+        caller = caller.f_back
     code = inspect.unwrap(argument).__code__
     if caller is None or code not in caller.f_code.co_consts:
         return

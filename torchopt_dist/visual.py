@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from torchopt_dist._deep_graphs import make_freeable
+from torchopt_dist._options import hinted
 from torchopt_dist._types import TensorTree
 from torchopt_dist.nn.module_state import ModuleState
 
@@ -40,6 +41,7 @@ LEAF, ON_THE_WAY, OUTPUT, SAVED = "lightblue", "lightyellow", "palegreen", "oran
 OPERATION, REMOTE = "lightgrey", "plum"
 
 
+@hinted
 def make_dot(
     var: TensorTree,
     params: NamedTensors | Iterable[NamedTensors] | None = None,
@@ -95,6 +97,7 @@ def make_dot(
     return picture.dot
 
 
+@hinted
 def resize_graph(dot: Digraph, size_per_element: float = 0.5, min_size: float = 12.0) -> None:
     """Limit the width and height of a picture in proportion to its numbers of nodes and edges.
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchopt_dist as todist
 from tests.checkpoint.resumed_program import STEPS, train
@@ -35,3 +36,12 @@ def test_torchrun_s_restart_goes_on(undisturbed, tmp_path):
     parameters, made = json.loads((tmp_path / "result").read_text())
     assert made == list(range(7, STEPS + 1))
     assert parameters == undisturbed
+
+
+def test_a_state_dict_of_a_module_is_restored_into_the_module(tmp_path):
+    saved, new = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    saved(torch.randn(4, 2))
+    todist.Checkpointer(tmp_path).save(1, {"net": saved.state_dict()})
+    found = todist.Checkpointer(tmp_path).restore({"net": new.state_dict()}).objects["net"]
+    for tensors in (new.state_dict(), found):
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in saved.state_dict().items())

@@ -64,7 +64,7 @@ def test_the_pictures_of_the_readme_are_drawn_from_what_is_there(world: Callable
         return imported("pictures").graph_of_a_call()
 
     shown = re.findall(r"!\[.+\]\((.+)\)", (DOCS.parent / "README.md").read_text("utf-8"))
-    assert shown == [f"docs/images/{name}.svg" for name in ("call", "costs")]
+    assert shown == [f"docs/images/{name}.svg" for name in ("costs", "call")]
     for name, digest in imported("pictures").digests(world(2).run(graph_of_a_call)[0]).items():
         svg = (DOCS / "images" / f"{name}.svg").read_text("utf-8")
         assert svg.rstrip().endswith(f"<!-- {digest} -->\n</svg>"), "run `make pictures`, and look at it"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,8 @@ def test_such_an_exception_comes_through_a_launch(kind, launches):
     assert raised.value.args == args
     assert "in raise_it" in raised.value.remote_traceback
     assert kind.__name__ in raised.value.remote_traceback
+    places = [Path(frame.filename).name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert places == [Path(__file__).name, "launcher.py", "launcher.py"]
 
 
 def test_a_class_that_can_be_told_only_here_is_told_in_words(monkeypatch):

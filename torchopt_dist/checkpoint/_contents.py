@@ -105,7 +105,8 @@ def restore(
     """Bring objects to saved states.
 
     Args:
-        objects: the objects by name. Those with a state, and leaf tensors that require grad, are changed.
+        objects: the objects by name. Those with a state, and leaf tensors that require grad, are changed, and so is a
+            module whose ``state_dict()`` is given.
         saved: what :func:`pack` returned.
         partial: whether there may be more in ``saved`` than ``objects``.
 
@@ -133,7 +134,7 @@ def restore(
             _check_leaf(f"`{name}`{path}", leaf, Leaf(*saved[name][path]))
     restored = {}
     for name, (paths, leaves, spec) in parts.items():
-        fill = _Filler(leaves, [saved[name][path][1] for path in paths])
+        fill = _Filler(leaves, [saved[name][path][1] for path in paths], _is_of_module(objects[name]))
         new = [fill.leaf(f"`{name}`{path}", *pair) for path, pair in zip(paths, fill.pairs, strict=True)]
         restored[name] = new[0] if spec is None else optree.tree_unflatten(spec, new)
     return restored
@@ -229,7 +230,8 @@ class Packer:
 class _Filler:
     """Leaves and saved values → the leaves to continue with."""
 
-    def __init__(self, leaves: list[Any], saved: list[Any]) -> None:
+    def __init__(self, leaves: list[Any], saved: list[Any], of_module: bool) -> None:
+        self._of_module = of_module
         self.pairs = list(zip(leaves, saved, strict=True))
         self._same: dict[int, set[int]] = {}
         for leaf, value in self.pairs:
@@ -253,10 +255,16 @@ class _Filler:
 
     def _tensor(self, leaf: Tensor, saved: Tensor) -> Tensor:
         # Two places that had one tensor when they were saved, or have none in common, can be written in place.
-        if leaf.requires_grad and leaf.is_leaf and len(self._same[id(leaf)]) == 1:
+        is_own = self._of_module or (leaf.requires_grad and leaf.is_leaf)
+        if is_own and len(self._same[id(leaf)]) == 1:
             with torch.no_grad():
                 return leaf.copy_(saved)
         return saved.to(leaf.device, leaf.dtype, copy=True).requires_grad_(leaf.requires_grad)
+
+
+def _is_of_module(entry: Any) -> bool:
+    """Whether it is a ``state_dict()`` of a module: its tensors are the module's own, detached."""
+    return isinstance(entry, OrderedDict) and hasattr(entry, "_metadata")
 
 
 def _take_apart(name: str, entry: Any) -> tuple[list[str], list[Any], PyTreeSpec | None]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from torchopt_dist._missing_names import missing_methods
+from torchopt_dist._options import hinted
 from torchopt_dist.checkpoint import _contents, _files
 from torchopt_dist.checkpoint._random_states import capture_random_states, restore_random_states
 from torchopt_dist.distributed.world import get_rank
@@ -38,6 +40,8 @@ class Restored(NamedTuple):
     """The objects by name, with what was saved in the place of plain values."""
 
 
+@missing_methods(load="restore(objects)", load_state_dict="restore(objects)", latest="steps()[-1]")
+@hinted
 class Checkpointer:
     """Saves the state of a program from time to time, and restores it after a crash.
 
@@ -104,8 +108,9 @@ class Checkpointer:
         """Restore the newest checkpoint, if there is one, or a chosen one.
 
         Objects with a state and generators get the saved state. Leaf tensors that require grad are overwritten in
-        place, since an optimizer may hold them. Other tensors and plain values are returned as new objects. For a
-        truncated or corrupt file there is a ``RuntimeWarning``, and the file before it is used.
+        place, since an optimizer may hold them, and so are those of a module's ``state_dict()``. Other tensors and
+        plain values are returned as new objects. For a truncated or corrupt file there is a ``RuntimeWarning``, and the
+        file before it is used.
 
         Args:
             objects: the objects by name, as they will be saved. Trees with tensors or objects in them must have
@@ -146,6 +151,7 @@ class Checkpointer:
         self.wait()
         return sorted({file.step for file in _files.find(self.folder)})
 
+    @hinted
     def save(
         self, step: int, objects: Mapping[str, Any], *, score: float | None = None, force: bool = False
     ) -> bool:

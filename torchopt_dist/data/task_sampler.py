@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from torchopt_dist._missing_names import missing_methods
+from torchopt_dist._options import hinted
+
 __all__ = ["Task", "TaskSampler"]
 
 
@@ -26,6 +29,8 @@ class Task(NamedTuple):
     """Their labels, of shape (ways · queries,)."""
 
 
+@missing_methods(sample="sampler[i]", sample_batch="batch(range(4))")
+@hinted
 class TaskSampler:
     """Few-shot tasks from a labelled dataset: task ``i`` is ``sampler[i]``.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist._options import hinted
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import LinearSolver, OptionalTensor, TensorTree
 from torchopt_dist._vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
@@ -32,6 +33,7 @@ Adjoint: TypeAlias = Literal["implicit", "unrolled"]
 """How a gradient is taken: from the equation that the solution fulfils, or through the steps that led there."""
 
 
+@hinted
 def custom_root(
     optimality_fn: Callable[..., TensorTree],
     argnums: int | Sequence[int],
@@ -111,6 +113,7 @@ def custom_root(
     return decorate
 
 
+@hinted
 def custom_fixed_point(
     fixed_point_fn: Callable[..., TensorTree],
     argnums: int | Sequence[int],

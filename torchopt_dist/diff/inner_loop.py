@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._missing_names import missing_methods
 from torchopt_dist._options import unless
 from torchopt_dist._programs import CompileMode, check_mode
 from torchopt_dist._random_turns import draw_seed
@@ -50,6 +51,13 @@ READ_ONCE = (Recorded, Truncated, FirstOrder, Reptile, FiniteDifference, SAMA, I
 """The adjoints that take batches which can be read once."""
 
 
+@missing_methods(
+    module="params",
+    model="params",
+    loss="losses",
+    parameters="params.parameters()",
+    state_dict="params.state_dict()",
+)
 class InnerLoopResult(NamedTuple):
     """The result of :func:`inner_loop`."""
 

@@ -20,6 +20,7 @@ from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 
 from torchopt_dist import pytree
+from torchopt_dist._options import hinted
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import Samplable, SampleFunc
 
@@ -34,6 +35,7 @@ Parallel: TypeAlias = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], 
 """Function of seeds → the same function, evaluated in parts, the results concatenated."""
 
 
+@hinted
 def zero_order(
     distribution: SampleFunc | Samplable,
     method: Method = "naive",

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from torch.distributed import rpc
 
 from torchopt_dist._liveness import Liveness
+from torchopt_dist._options import hinted
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist.distributed.group.group import find_group
 from torchopt_dist.distributed.life.process_group import BACKENDS
@@ -34,6 +36,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+@hinted
 def auto_init_rpc(
     worker_init_fn: Callable[[], Any] | None = None,
     worker_name_format: Callable[..., str] = default_worker_name_format,
@@ -118,18 +121,29 @@ def auto_init_rpc(
         if not callable(main):
             raise TypeError(f"auto_init_rpc decorates a function, got {type(main).__name__} {main!r}")
 
+        # A decorated function that is decorated again, as by `launch(main, rpc=True)`, is prepared as it asks.
+        prepare = worker_init_fn or getattr(main, CONNECTS, None)
+
         @functools.wraps(main)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
             group = find_group()
             if group is not None:
                 _check_same(group.settings, settings)
+                if worker_init_fn not in (None, group.prepared_by):
+                    name = getattr(main, "__qualname__", "main")
+                    warnings.warn(
+                        f"`worker_init_fn` of the decorated `{name}` is not called, since the group is there already: "
+                        "give it to the `auto_init_rpc` that comes first, or `launch` the decorated function itself",
+                        stacklevel=2,
+                    )
                 return main(*args, **kwargs)
             with torchrun_variables():
                 running = RunningGroup(*settings)
                 try:
                     with running.termination, running as group, running.parent_watch, running.interruption:
-                        if worker_init_fn is not None:
-                            worker_init_fn()
+                        group.prepared_by = prepare
+                        if prepare is not None:
+                            prepare()
                             chosen = ThreadSettings.capture()
                             if chosen.are_chosen():
                                 group.threads.prepare = chosen.apply
@@ -139,7 +153,7 @@ def auto_init_rpc(
                     log.info("this process replaces a lost worker, and there is nothing to do: %s", ended)
                     raise SystemExit(0) from None
 
-        vars(wrapped)[CONNECTS] = True
+        vars(wrapped)[CONNECTS] = prepare
         return wrapped
 
     return decorator

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import _network
 from torchopt_dist._future import Future, as_completed
+from torchopt_dist._options import hinted
 from torchopt_dist._threads import settle_in_thread
 from torchopt_dist.distributed.calls.gather import GRACE_SECONDS, gather
 from torchopt_dist.distributed.group.group import Group, answering_group, current_group, find_group
@@ -30,6 +31,7 @@ from torchopt_dist.errors import ResidentError
 __all__ = ["MirroredModule", "mirror"]
 
 
+@hinted
 def mirror(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -14,7 +14,7 @@ import torch
 from torch.futures import Future
 
 from torchopt_dist import _future
-from torchopt_dist._options import check_options, only_the_function
+from torchopt_dist._options import check_options, not_callable, only_the_function
 from torchopt_dist._parentheses import check_parentheses
 from torchopt_dist._random_turns import draw_seed_returnable
 from torchopt_dist._threads import settle_by, settle_in_thread
@@ -316,7 +316,7 @@ def _begun(
 def _check(func: Any, args: Any, kwargs: Any, options: ExecutionOptions, group: Group) -> None:
     """Raise an error for arguments of the wrong kind, and for retries where no worker may be lost."""
     if not callable(func):
-        raise TypeError(f"func must be callable, got {type(func).__name__} {func!r:.80}")
+        raise not_callable("func", func)
     if not isinstance(args, (tuple, list, type(None))):
         raise TypeError(f"args must be a tuple, got {type(args).__name__}: write args=(x,) for one argument")
     if not isinstance(kwargs, (dict, type(None))):

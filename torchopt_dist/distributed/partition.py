@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Args, KwArgs
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
 from torchopt_dist.distributed.group.resident import Shards, part_of
@@ -378,6 +379,7 @@ def _argument(path: str) -> str:
     return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
 
 
+@hinted
 def dim_partitioner(
     dim: int = 0,
     *,

@@ -34,7 +34,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 CONNECTS = "_todist_connects"
-"""The attribute of a function that ``auto_init_rpc`` decorates, and of what decorates that in turn."""
+"""The attribute, its ``worker_init_fn``, of a function that ``auto_init_rpc`` decorates, and of what decorates that."""
 _NOT_GIVEN: Any = object()
 
 

@@ -26,9 +26,10 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist._liveness import VARIABLE, Liveness
-from torchopt_dist._options import close_to
+from torchopt_dist._options import close_to, hinted, not_callable
 from torchopt_dist._signals import TERMINATED
-from torchopt_dist.errors import RemoteError
+from torchopt_dist._tracebacks import show_user_frames
+from torchopt_dist.errors import RemoteError, TodistError
 from torchopt_dist.launching import _slurm as slurm
 from torchopt_dist.launching._attempts import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launching._breakpoint import terminal
@@ -54,6 +55,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@hinted
 @dataclass(frozen=True)
 class Launcher(LaunchOptions):
     """Runs functions on worker processes, each launch on new ones.
@@ -122,7 +124,7 @@ class Launcher(LaunchOptions):
             OSError: this system lacks what a launch needs, or the working folder has been deleted.
         """
         if not callable(func):
-            raise TypeError(f"`func` must be callable, got {type(func).__name__} {func!r}")
+            raise not_callable("`func`", func)
         _check_own_arguments(func, kwargs)
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
@@ -168,7 +170,13 @@ class Launcher(LaunchOptions):
             setup = functools.partial(self._setup, folder, Settings.capture(), {**added, **own})
             plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
             membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
-            return run_attempts(plan, membership)
+            try:
+                return run_attempts(plan, membership)
+            except (
+                TodistError
+            ) as error:  # what it says has happened elsewhere: frames of this room say nothing
+                show_user_frames()
+                raise error.with_traceback(None) from error.__cause__
 
     def _setup(self, folder: str, settings: Settings, added: Mapping[str, str], machine: Machine) -> Header:
         """What the workers on a machine get from the launcher."""
@@ -217,7 +225,13 @@ def launch(
         (2, 1)
     """
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise TypeError(f"`args` must be a tuple of arguments, got {type(args).__name__} {args!r:.200}")
+        given: object = args
+        remedy = "write `(x,)` for one argument"
+        if isinstance(given, int):
+            remedy = "the number of workers is `nproc_per_host=2`"
+        raise TypeError(
+            f"`args` must be a tuple of arguments, got {type(given).__name__} {given!r:.80}: {remedy}"
+        )
     kwargs = {} if kwargs is None else kwargs
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise TypeError(f"`kwargs` must map names to values, got {type(kwargs).__name__} {kwargs!r:.200}")

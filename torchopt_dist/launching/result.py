@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
+from torchopt_dist._missing_names import missing_methods
 from torchopt_dist.errors import AgentFailedError, WorkerFailedError
 from torchopt_dist.launching._option_kinds import check_integer
 
@@ -13,6 +14,7 @@ __all__ = ["LaunchResult"]
 T = TypeVar("T")
 
 
+@missing_methods(values="results", value="rank(0)", result="rank(0)")
 @dataclass(frozen=True)
 class LaunchResult(Generic[T]):
     """The values that the function returned on the workers.
@@ -51,6 +53,12 @@ class LaunchResult(Generic[T]):
         if int(rank) in self.lost:
             raise self.lost[int(rank)]
         return values[rank]
+
+    def __getitem__(self, rank: Any) -> NoReturn:
+        """Raise ``TypeError``: the value of a rank is ``rank(i)``."""
+        raise TypeError(
+            f"`LaunchResult` is not subscriptable: the value of rank {rank!r} is `result.rank({rank!r})`"
+        )
 
     def index(self, host: str, local_rank: int) -> T:
         """The value of a host's worker.

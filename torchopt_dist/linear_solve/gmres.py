@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Numeric, TensorTree
 from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Preconditioner, Solver, System
 
 __all__ = ["GMRES", "solve_gmres"]
 
 
+@hinted
 def solve_gmres(
     *,
     ridge: Numeric | None = None,

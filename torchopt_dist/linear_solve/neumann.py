@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Numeric
 from torchopt_dist.linear_solve.cg import dot
 from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Solver, System
@@ -13,6 +14,7 @@ from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Solver, Sys
 __all__ = ["NeumannSeries", "solve_neumann"]
 
 
+@hinted
 def solve_neumann(
     *,
     ridge: Numeric | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchopt_dist import pytree
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Numeric, TensorTree
 from torchopt_dist._vjp import Tensors
 from torchopt_dist.linear_solve._operator import LinearOperator, NormalOperator
@@ -14,6 +15,7 @@ from torchopt_dist.linear_solve.solver import NotConverged, Preconditioner, Solv
 __all__ = ["NormalConjugateGradient", "solve_normal_cg"]
 
 
+@hinted
 def solve_normal_cg(
     *,
     ridge: Numeric | None = None,

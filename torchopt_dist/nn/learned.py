@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._name_patterns import check_patterns, first_match, listed
+from torchopt_dist._options import hinted
 
 __all__ = ["LearnedHyperparameters", "learned"]
 
@@ -67,6 +68,7 @@ class LearnedHyperparameters(nn.Module):
         )
 
 
+@hinted
 def learned(
     model: nn.Module | Mapping[str, Tensor],
     *,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
+from torchopt_dist._options import hinted
 from torchopt_dist._torch_private import gradients_are_traced
 from torchopt_dist._types import (
     CopyMode,
@@ -92,6 +93,7 @@ def extract_state_dict(
     enable_visual: bool = ...,
     visual_prefix: str = ...,
 ) -> tuple[OptState, ...]: ...
+@hinted
 def extract_state_dict(
     target: nn.Module | StateHolder,
     *,
@@ -173,6 +175,7 @@ def recover_state_dict(target: nn.Module | StateHolder, state: ModuleState | Seq
         raise TypeError(f"`target` must be a module or a MetaOptimizer, got {type(target).__name__}")
 
 
+@hinted
 def module_clone(
     target: T, *, by: CopyMode = "reference", detach_buffers: bool = False, device: Device | None = None
 ) -> T:

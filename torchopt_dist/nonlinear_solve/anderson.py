@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchopt_dist._options import hinted
 from torchopt_dist.linear_solve.solver import NotConverged
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
 
 __all__ = ["Anderson", "anderson"]
 
 
+@hinted
 def anderson(
     *,
     history: int = 5,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from torchopt_dist._options import hinted
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._vjp import vjp
 from torchopt_dist.linear_solve.solver import NotConverged, Solver
@@ -16,6 +17,7 @@ from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
 __all__ = ["Newton", "newton"]
 
 
+@hinted
 def newton(
     *,
     linear_solver: Solver | None = None,

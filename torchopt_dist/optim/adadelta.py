@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
@@ -20,6 +21,7 @@ from torchopt_dist.transform.scale_by_adadelta import scale_by_adadelta
 __all__ = ["Adadelta", "MetaAdadelta", "adadelta"]
 
 
+@hinted
 def adadelta(
     lr: ScalarOrSchedule = 1e-3,
     rho: HyperParameter = 0.9,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
+from torchopt_dist._options import hinted
 from torchopt_dist._types import OptState, Params, ScalarOrSchedule, TensorTree, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
@@ -46,6 +47,7 @@ class AdafactorState(NamedTuple):
     """Running averages of the squared gradients, for parameters of fewer than two dimensions; else ``None``."""
 
 
+@hinted
 def adafactor(
     lr: ScalarOrSchedule = 1e-2,
     beta2_decay: float = -0.8,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Params, ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
@@ -31,6 +32,7 @@ class DecayState(NamedTuple):
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
 
+@hinted
 def adagrad(
     lr: ScalarOrSchedule = 1e-2,
     lr_decay: HyperParameter = 0.0,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torchopt_dist import pytree
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Numeric, ScalarOrSchedule, Schedule
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
@@ -31,6 +32,7 @@ from torchopt_dist.transform.scale_by_adan import scale_by_adan
 __all__ = ["Adan", "MetaAdan", "adan"]
 
 
+@hinted
 def adan(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[HyperParameter, HyperParameter, HyperParameter] = (0.98, 0.92, 0.99),

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
@@ -22,6 +23,7 @@ from torchopt_dist.transform.scale_by_trust_ratio import scale_by_trust_ratio
 __all__ = ["LAMB", "MetaLAMB", "lamb"]
 
 
+@hinted
 def lamb(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.999),

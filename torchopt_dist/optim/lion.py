@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
@@ -21,6 +22,7 @@ from torchopt_dist.transform.scale_by_lion import scale_by_lion
 __all__ = ["Lion", "MetaLion", "lion"]
 
 
+@hinted
 def lion(
     lr: ScalarOrSchedule = 1e-4,
     betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.99),

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Params, ScalarOrSchedule
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.optim._signatures import arguments_of
@@ -24,6 +25,7 @@ from torchopt_dist.transform.trace import TraceState
 __all__ = ["MetaMuon", "Muon", "muon"]
 
 
+@hinted
 def muon(
     lr: ScalarOrSchedule = 1e-3,
     weight_decay: HyperParameter = 0.1,

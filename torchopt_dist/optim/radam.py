@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
@@ -20,6 +21,7 @@ from torchopt_dist.transform.scale_by_radam import scale_by_radam
 __all__ = ["MetaRAdam", "RAdam", "radam"]
 
 
+@hinted
 def radam(
     lr: ScalarOrSchedule = 1e-3,
     betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.999),

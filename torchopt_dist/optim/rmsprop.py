@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.ops._rmsprop import rmsprop as rmsprop_op
 from torchopt_dist.ops._rmsprop import rmsprop_
@@ -30,6 +31,7 @@ from torchopt_dist.transform.trace import TraceState, check_momentum, trace
 __all__ = ["MetaRMSprop", "RMSprop", "rmsprop"]
 
 
+@hinted
 def rmsprop(
     lr: ScalarOrSchedule = 1e-2,
     alpha: HyperParameter = 0.99,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
@@ -24,6 +25,7 @@ from torchopt_dist.transform.trace import TraceState, check_momentum, trace
 __all__ = ["SGD", "MetaSGD", "sgd"]
 
 
+@hinted
 def sgd(
     lr: ScalarOrSchedule,
     momentum: HyperParameter = 0.0,

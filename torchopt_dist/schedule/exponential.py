@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import clamp, floor, power, scalar, where
 from torchopt_dist.schedule._validation import check_steps, check_value
@@ -14,6 +15,7 @@ from torchopt_dist.schedule._validation import check_steps, check_value
 __all__ = ["exponential_decay"]
 
 
+@hinted
 def exponential_decay(
     init_value: Numeric,
     decay_rate: Numeric,

@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchopt_dist._options import hinted
 from torchopt_dist._types import Numeric, Schedule
 
 __all__ = ["ScheduleLR"]
 
 
+@hinted
 class ScheduleLR(LRScheduler):
     """Set the learning rate of each group to the value of a schedule.
 

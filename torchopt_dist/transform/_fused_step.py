@@ -184,7 +184,7 @@ def fused_step(
     Returns:
         The steps; or ``None`` if another option is a tensor or a schedule, which the ops do not take.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None or name == "lr"}
     lr = given["lr"]
     as_tensor = isinstance(lr, Tensor) and lr.numel() == 1 and lr.device.type == "cpu"
     schedule = given.pop("lr") if is_schedule(lr) or as_tensor else None

@@ -97,9 +97,10 @@ def _differentiated(
 def gradients_missing(count: int, wanted: int) -> ValueError:
     """The error for a loss that depends on none of ``count`` parameters, of which ``wanted`` require grad."""
     text = (
-        "`loss` must depend on the parameters as they are now (was it computed before the last step? or under "
-        "torch.no_grad? a MetaOptimizer's step takes a function, `optimizer.step(lambda: loss)`, and calls it with "
-        f"gradients enabled); of {count} parameters, {wanted} require grad, and it depends on none of these"
+        "`loss` must depend on the parameters as they are now (was it computed before the last step? by another "
+        "module? under torch.no_grad? a MetaOptimizer's step takes a function, `optimizer.step(lambda: loss)`, and "
+        f"calls it with gradients enabled); of {count} parameters, {wanted} require grad, and it depends on none of "
+        "these"
     )
     if _torch_private.transforms_are_active():
         text += (

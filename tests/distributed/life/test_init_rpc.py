@@ -136,12 +136,20 @@ def test_auto_init_rpc_inside_main_uses_the_group_that_is_there(world):
             assert current_group() is group
             return todist.remote_sync_call(rank_of_worker, partitioner=1)
 
-        values = [inner(), inner()]
+        with pytest.warns(UserWarning, match=r"`worker_init_fn` of the decorated .*inner` is not called"):
+            values = [inner(), inner()]
         todist.barrier()  # the group is still there
-        assert not inits  # nor does the function for its start run again
+        assert not inits
         return values
 
     assert world(2).run(main) == [[[1], [1]]] * 2
+
+
+def test_a_decorated_function_that_is_decorated_again_is_prepared_as_it_asks():
+    inits = []
+    main = todist.rank_zero_only(todist.auto_init_rpc(lambda: inits.append(1))(rank_of_worker))
+    assert todist.auto_init_rpc(on_loss="end")(main)() == 0  # what `launch(main, rpc=True)` does
+    assert inits == [1]
 
 
 def test_auto_init_rpc_inside_main_cannot_ask_for_another_group(world):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchopt_dist._options import hinted
 from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import samples_for
@@ -14,6 +15,7 @@ from torchopt_dist.diff.adjoints.adjoint import Adjoint
 __all__ = ["EvolutionStrategies"]
 
 
+@hinted
 @dataclass(frozen=True)
 class EvolutionStrategies(Adjoint):
     """The gradient of the loop smoothed by noise, estimated by antithetic pairs of loops (Salimans et al., 2017).

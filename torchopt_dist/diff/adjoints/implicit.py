@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchopt_dist._options import hinted
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import LinearSolver
@@ -30,6 +31,7 @@ from torchopt_dist.linear_solve.solver import NotConverged, check_not_converged
 __all__ = ["Implicit"]
 
 
+@hinted
 @dataclass(frozen=True)
 class Implicit(Adjoint):
     """The gradient of a stationary point of the inner loss, however it was reached (iMAML, Rajeswaran et al., 2019).

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchopt_dist._options import hinted
 from torchopt_dist.diff.adjoints._antithetic import run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import samples_for
@@ -14,6 +15,7 @@ from torchopt_dist.diff.adjoints.evolution_strategies import EvolutionStrategies
 __all__ = ["PersistentEvolutionStrategies"]
 
 
+@hinted
 @dataclass(frozen=True)
 class PersistentEvolutionStrategies(EvolutionStrategies):
     """As :class:`EvolutionStrategies`, with new noise for every ``unroll`` steps (PES, Vicol et al., 2021).

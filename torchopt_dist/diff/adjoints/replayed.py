@@ -11,6 +11,7 @@ from torch import nn
 
 from torchopt_dist import pytree
 from torchopt_dist._formulas.attention import attention_by_formula
+from torchopt_dist._options import hinted
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import outcome_of_samples, over_samples, samples_around
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
@@ -23,6 +24,7 @@ from torchopt_dist.diff.replay._tape import Tape
 __all__ = ["Replayed"]
 
 
+@hinted
 @dataclass(frozen=True)
 class Replayed(Adjoint):
     """The exact gradient without the graph of all steps: steps are run again, and differentiated one by one.

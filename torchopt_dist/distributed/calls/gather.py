@@ -68,7 +68,8 @@ def gather(
 def _add_notes(first: BaseException, others: dict[int, BaseException], names: Sequence[str]) -> None:
     if others:
         lines = "\n".join(
-            f"  {getattr(error, 'worker', '') or names[worker]} {type(error).__name__}: {error}"
+            f"  {getattr(error, 'worker', '') or names[worker]} {type(error).__name__}: "
+            f"{getattr(error, 'summary', '') or error}"
             for worker, error in others.items()
         )
         first.add_note(f"{len(others)} more worker{'s' * (len(others) > 1)} failed:\n{lines}")

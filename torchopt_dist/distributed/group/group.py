@@ -43,6 +43,7 @@ class Group:
 
     Attributes:
         settings: what ``auto_init_rpc`` was called with; a second call inside ``main`` must ask for the same.
+        prepared_by: its ``worker_init_fn``.
         call_timeout: the default time-out of calls in seconds; 0 means no limit.
         ask: sends another worker a question that the program does not notice.
         process: the id of this process, by which a fork is recognized.
@@ -69,6 +70,7 @@ class Group:
     ) -> None:
         self.membership = membership
         self.settings = settings
+        self.prepared_by: Callable[[], Any] | None = None
         self.call_timeout = call_timeout
         self.ask = ask
         self._answer = answer
