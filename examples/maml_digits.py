@@ -353,14 +353,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ways", type=int, default=5, help="classes in a task")
     add("--shots", type=int, default=5, help="support images a class")
     add("--queries", type=int, default=15, help="query images a class")
-    add("--tasks", type=int, default=16, help="tasks in a meta-step")
-    add("--meta-steps", type=int, default=100, help="steps of the outer optimizer")
+    add("--tasks", type=int, default=32, help="tasks in a meta-step")
+    add("--meta-steps", type=int, default=60, help="steps of the outer optimizer")
     add("--inner-steps", type=int, default=5, help="steps of the inner optimizer")
     add("--inner-lr", type=float, default=0.1, help="learning rate of the inner optimizer, SGD")
-    add("--outer-lr", type=float, default=3e-3, help="learning rate of the outer optimizer, Adam")
+    add("--outer-lr", type=float, default=6e-3, help="learning rate of the outer optimizer, Adam")
     add("--noise", type=float, default=0.5, help="standard deviation on the digits, whose ink is 1")
     add("--test-tasks", type=int, default=100, help="held-out tasks")
-    add("--eval-every", type=int, default=20, help="meta-steps between held-out evaluations")
+    add("--eval-every", type=int, default=10, help="meta-steps between held-out evaluations")
     add("--seed", type=int, default=0, help="of the initial weights and the training tasks")
     add(
         "--double",
