@@ -205,7 +205,7 @@ def draw(rows: list[Row], args: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100, help="of training (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=32, help="pairs of loops (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=16, help="pairs of loops (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("outputs/adjoints.png"), help="picture to draw")
     return parser.parse_args()
 

@@ -90,7 +90,7 @@ def plot(path: Path, history: dict[int, float]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40, help="of the optimizer")
+    parser.add_argument("--steps", type=int, default=45, help="of the optimizer")
     parser.add_argument("--samples", type=int, default=128, help="a step; each is evaluated on both sides")
     parser.add_argument("--episodes", type=int, default=16, help="an evaluation")
     parser.add_argument(

@@ -24,9 +24,8 @@ Held-out accuracy after five steps, on 100 tasks:
 ``--checkpoint DIR`` saves the state every ``--eval-every`` meta-steps. If you start the program again, by hand or by
 ``torchrun --max-restarts=3``, it resumes from there and ends with the same curve.
 
-``python examples/maml_digits.py --chaos 3`` starts four workers and kills one of them every three seconds, until two
+``python examples/maml_digits.py --chaos 3`` launches four workers and kills one of them every three seconds, until two
 are left. The tasks of the lost workers run on the others, and the curve is that of four workers, bit for bit.
-(torchrun ends all workers of a machine when one is killed, so the program starts these workers itself.)
 
 ``--omniglot DIR`` uses Omniglot (https://github.com/brendenlake/omniglot) instead, unpacked to
 ``DIR/images_background`` (meta-train) and ``DIR/images_evaluation`` (held out), each ``Alphabet/characterNN/*.png``.
@@ -35,22 +34,17 @@ are left. The tasks of the lost workers run on the others, and the curve is that
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import math
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import setproctitle
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
@@ -98,104 +92,68 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(dim=-1) == labels).float().mean()
 
 
-def spread(workers: list[int] | None = None, retries: int = 0) -> Any:
+def spread(workers: list[int] | None = None) -> Any:
     """The mean result of tasks that are spread over these workers, or over all."""
     tasks = todist.dim_partitioner(0, exclusive=True, keepdim=False, workers=workers)
-    return todist.parallelize(tasks, todist.mean_reducer, vectorize=True, retries=retries, device="auto")(
-        adapt
-    )
+    return todist.parallelize(tasks, todist.mean_reducer, vectorize=True, retries=2, device="auto")(adapt)
 
 
-on_all = spread(retries=2)
-
-
-def seconds_a_step(on: Any, model: nn.Module, tasks: Task, *settings: float) -> float:
-    """Of the fastest of three meta-steps."""
-    took = []
-    for _ in range(3):
-        start = time.perf_counter()
-        torch.autograd.grad(on(model, tasks, *settings).loss, list(model.parameters()))
-        took.append(time.perf_counter() - start)
-    return min(took)
+on_all = spread()
 
 
 # --- The outer loop: runs on rank 0 -------------------------------------------------------------------------
 
 
 @todist.rank_zero_only
-def train(
-    args: argparse.Namespace, parser: argparse.ArgumentParser, write: todist.typing.WriteScalars
-) -> None:
-    train_classes, test_classes = (
-        omniglot_classes(args.omniglot, parser) if args.omniglot else digit_classes(args.noise)
+def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
+    classes, held_out_classes = (
+        omniglot_classes(args.omniglot) if args.omniglot else digit_classes(args.noise)
     )
-    check_arguments(args, parser, train_classes, test_classes)
     if args.double:
-        train_classes, test_classes = (
-            [part.double() for part in each] for each in (train_classes, test_classes)
-        )
+        classes, held_out_classes = ([part.double() for part in each] for each in (classes, held_out_classes))
     torch.manual_seed(args.seed)
-    model = conv_net(train_classes[0], args.ways)
+    model = conv_net(classes[0], args.ways)
     optimizer = todist.Adam(model.parameters(), lr=args.outer_lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.meta_steps)
-    settings = (args.inner_lr, args.inner_steps)
-    training_tasks = sampler(train_classes, args, args.seed)
-    held_out = sampler(test_classes, args, seed=0).batch(range(args.test_tasks))  # whatever the run's seed
+    sampler = tasks_of(classes, args, args.seed)
+    held_out = tasks_of(held_out_classes, args, seed=0).batch(
+        range(args.test_tasks)
+    )  # whatever the run's seed
+    baselines = measured_baselines(model, classes, held_out, args) if args.baselines else {}
+    if args.baselines and todist.get_world_size() > 1:
+        compare_times(model, sampler.batch(range(args.tasks)), args)
 
-    def adapted(weights: nn.Module, lr: float = args.inner_lr) -> Result:
-        with torch.no_grad():
-            return on_all(weights, held_out, lr, args.inner_steps)
-
-    def evaluate(step: int) -> dict[str, float]:
-        result = adapted(model)
-        tqdm.write(
-            f"meta-step {step:4d}: held-out accuracy {result.accuracy_before:5.1%} before adaptation, "
-            f"{result.accuracy_after:5.1%} after"
-        )
-        return measured("held_out", result)
-
-    baselines: dict[str, float] = {}
-    if args.baselines:
-        ordinary = trained_in_the_ordinary_way(train_classes, args)
-        for name, weights in (("random weights", model), ("ordinary training", ordinary)):
-            rates = (args.inner_lr / 3, args.inner_lr, args.inner_lr * 3)
-            reached = max(adapted(weights, rate).accuracy_after.item() for rate in rates)
-            baselines[f"{name}, adapted"] = reached
-            tqdm.write(f"{name}, adapted: held-out {reached:5.1%}")
-        if (workers := todist.get_world_size()) > 1:
-            tasks = training_tasks.batch(range(args.tasks))
-            alone, together = (seconds_a_step(on, model, tasks, *settings) for on in (spread([0]), on_all))
-            tqdm.write(
-                f"a meta-step takes {alone:.2f} s on one worker and {together:.2f} s on {workers}: "
-                f"{alone / together:.1f} times as fast"
-            )
     start = time.perf_counter()
     if args.chaos:
-        processes = {rank: todist.remote_call(os.getpid, rank) for rank in range(1, todist.get_world_size())}
-        threading.Thread(target=kill_workers, args=(args.chaos, processes), daemon=True).start()
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "history": []}
+        kill_workers(args.chaos)
+    history: History = []
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "history": history,
+    }
     done, checkpointer = 0, None
     if args.checkpoint:
         checkpointer = todist.Checkpointer(args.checkpoint, every=args.eval_every)
         done, state = checkpointer.restore(state)
-    history: History = state["history"]
+        history = state["history"]
     if not history:
-        history.append({"meta_step": 0, **evaluate(0)})
+        history.append({"meta_step": 0, **evaluated(model, held_out, 0, args)})
     steps = range(done + 1, args.meta_steps + 1)
-    progress = tqdm(steps, desc="meta-training", unit="step", disable=None)
-    for step in progress:
-        tasks = training_tasks.batch(range((step - 1) * args.tasks, step * args.tasks))
-        result: Result = on_all(model, tasks, *settings)
+    for step in tqdm(steps, desc="meta-training", unit="step", disable=None):
+        tasks = sampler.batch(range((step - 1) * args.tasks, step * args.tasks))
+        result: Result = on_all(model, tasks, args.inner_lr, args.inner_steps)
         optimizer.zero_grad()
         result.loss.backward()
         optimizer.step()
         scheduler.step()
 
-        history.append({"meta_step": step, **measured("train", result)})
-        progress.set_postfix(loss=f"{result.loss:.3f}", accuracy=f"{result.accuracy_after:.1%}")
+        row = {f"train_{name}": value.item() for name, value in result._asdict().items()}
         if step % args.eval_every == 0 or step == args.meta_steps:
-            history[-1] |= evaluate(step)
-        write(step, {name: value for name, value in history[-1].items() if name != "meta_step"})
+            row |= evaluated(model, held_out, step, args)
+        write(step, row)
+        history.append({"meta_step": step, **row})
         if checkpointer:
             checkpointer.save(step, state)
 
@@ -206,24 +164,20 @@ def train(
     plot_curve(args.output, history, baselines, held_out, args)
     print(f"curve saved as {args.output}")
     if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
         with args.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, dict.fromkeys(name for row in history for name in row), restval="")
             writer.writeheader()
             writer.writerows(history)
 
 
-def measured(tasks: str, result: Result) -> dict[str, float]:
-    return {f"{tasks}_{name}": value.item() for name, value in result._asdict().items()}
-
-
-def kill_workers(seconds: float, processes: dict[int, int]) -> None:
-    """Kill one of the other ranks every ``seconds``, and leave one."""
-    chance = random.Random(0)  # the generators of the training stay as they are
-    while len(processes) > 1:
-        time.sleep(seconds)
-        rank = chance.choice(list(processes))
-        os.kill(processes.pop(rank), signal.SIGKILL)
-        tqdm.write(f"killed worker {rank}")
+def evaluated(model: nn.Module, held_out: Task, step: int, args: argparse.Namespace) -> dict[str, float]:
+    """Held-out loss and accuracies after some meta-steps."""
+    with torch.no_grad():
+        result: Result = on_all(model, held_out, args.inner_lr, args.inner_steps)
+    before, after = result.accuracy_before, result.accuracy_after
+    tqdm.write(f"meta-step {step:4d}: held-out accuracy {before:5.1%} before adaptation, {after:5.1%} after")
+    return {f"held_out_{name}": value.item() for name, value in result._asdict().items()}
 
 
 def conv_net(images: Tensor, ways: int, channels: int = 16) -> nn.Sequential:
@@ -234,6 +188,26 @@ def conv_net(images: Tensor, ways: int, channels: int = 16) -> nn.Sequential:
         layers += [convolution, nn.BatchNorm2d(channels, track_running_stats=False)]
         layers += [nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, ways)).to(images.dtype)
+
+
+# --- What it is compared with --------------------------------------------------------------------------------
+
+
+def measured_baselines(
+    model: nn.Module, classes: Classes, held_out: Task, args: argparse.Namespace
+) -> dict[str, float]:
+    """Held-out accuracies, each at the best of three rates."""
+    found = {}
+    ordinary = trained_in_the_ordinary_way(classes, args)
+    for name, weights in (("random weights, adapted", model), ("ordinary training, adapted", ordinary)):
+        with torch.no_grad():
+            rates = (args.inner_lr / 3, args.inner_lr, args.inner_lr * 3)
+            tried = [
+                on_all(weights, held_out, rate, args.inner_steps).accuracy_after.item() for rate in rates
+            ]
+        found[name] = max(tried)
+        tqdm.write(f"{name}: held-out {found[name]:5.1%}")
+    return found
 
 
 def trained_in_the_ordinary_way(classes: Classes, args: argparse.Namespace) -> nn.Sequential:
@@ -253,6 +227,39 @@ def trained_in_the_ordinary_way(classes: Classes, args: argparse.Namespace) -> n
     return network
 
 
+def compare_times(model: nn.Module, tasks: Task, args: argparse.Namespace) -> None:
+    """Print how long a meta-step takes on one worker and on all, the fastest of three."""
+    seconds = []
+    for on in (spread([0]), on_all):
+        took = []
+        for _ in range(3):
+            start = time.perf_counter()
+            loss = on(model, tasks, args.inner_lr, args.inner_steps).loss
+            torch.autograd.grad(loss, list(model.parameters()))
+            took.append(time.perf_counter() - start)
+        seconds.append(min(took))
+    alone, together = seconds
+    tqdm.write(
+        f"a meta-step takes {alone:.2f} s on one worker and {together:.2f} s on {todist.get_world_size()}: "
+        f"{alone / together:.1f} times as fast"
+    )
+
+
+def kill_workers(seconds: float) -> None:
+    """From now on, kill one of the other ranks every ``seconds``, and leave one."""
+    processes = {rank: todist.remote_call(os.getpid, rank) for rank in range(1, todist.get_world_size())}
+    chance = random.Random(0)  # the generators of the training stay as they are
+
+    def kill() -> None:
+        while len(processes) > 1:
+            time.sleep(seconds)
+            rank = chance.choice(list(processes))
+            os.kill(processes.pop(rank), signal.SIGKILL)
+            tqdm.write(f"killed worker {rank}")
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
 # --- Images -------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +268,7 @@ def labelled(classes: Classes) -> tuple[Tensor, Tensor]:
     return torch.cat(classes), torch.arange(len(classes)).repeat_interleave(sizes)
 
 
-def sampler(classes: Classes, args: argparse.Namespace, seed: int) -> TaskSampler:
+def tasks_of(classes: Classes, args: argparse.Namespace, seed: int) -> TaskSampler:
     return TaskSampler(labelled(classes), args.ways, args.shots, args.queries, seed=seed)
 
 
@@ -282,7 +289,7 @@ def digit_classes(noise: float = 0.0) -> tuple[Classes, Classes]:
     return classes(range(7)), classes(range(7, 10))
 
 
-def omniglot_classes(folder: Path, parser: argparse.ArgumentParser) -> tuple[Classes, Classes]:
+def omniglot_classes(folder: Path) -> tuple[Classes, Classes]:
     """The classes to meta-train on, and those held out."""
 
     def read(path: Path) -> Tensor:
@@ -293,7 +300,7 @@ def omniglot_classes(folder: Path, parser: argparse.ArgumentParser) -> tuple[Cla
     def classes(part: str) -> Classes:
         characters = sorted({path.parent for path in (folder / part).glob("*/*/*.png")})
         if not characters:
-            parser.error(f"argument --omniglot: no Alphabet/characterNN/*.png in {folder / part}")
+            raise FileNotFoundError(f"--omniglot: no Alphabet/characterNN/*.png in {folder / part}")
         return [
             rotated
             for character in tqdm(characters, desc=f"reading {part}", disable=None)
@@ -330,7 +337,8 @@ def plot_curve(
     example.imshow(picture, cmap="gray_r", vmin=-0.5, vmax=1.5)
     example.set_yticks([height * (way + 0.5) - 0.5 for way in range(args.ways)], range(args.ways))
     example.set(title="support set of a held-out task", ylabel="label", xticks=[])
-    figure.savefig(path, format="png", dpi=150)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 # --- The command line ---------------------------------------------------------------------------------------
@@ -341,115 +349,43 @@ def build_parser() -> argparse.ArgumentParser:
         description="MAML on handwritten digits, the tasks of a meta-step spread over the workers of torchrun.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    options: tuple[tuple[str, Any, Any, str], ...] = (
-        ("ways", positive_int, 5, "classes in a task"),
-        ("shots", positive_int, 5, "support images a class"),
-        ("queries", positive_int, 15, "query images a class"),
-        ("tasks", positive_int, 16, "tasks in a meta-step"),
-        ("meta-steps", positive_int, 100, "steps of the outer optimizer"),
-        ("inner-steps", positive_int, 5, "steps of the inner optimizer"),
-        ("inner-lr", positive_float, 0.1, "learning rate of the inner optimizer, SGD"),
-        ("outer-lr", positive_float, 3e-3, "learning rate of the outer optimizer, Adam"),
-        ("noise", noise_level, 0.5, "standard deviation on the digits, whose ink is 1"),
-        ("test-tasks", positive_int, 100, "held-out tasks"),
-        ("eval-every", positive_int, 20, "meta-steps between held-out evaluations"),
-        ("seed", int, 0, "of the initial weights and the training tasks"),
-        ("omniglot", Path, None, "Omniglot's folder, instead of the digits"),
-        ("output", Path, Path("outputs/maml_digits.png"), "the curve, a PNG"),
-        ("checkpoint", Path, None, "folder to save the state in, and to go on from"),
-        (
-            "chaos",
-            positive_float,
-            None,
-            "start four workers, and kill one of them after so many seconds each",
-        ),
-        ("csv", Path, None, "write the measured values, too"),
-        ("tensorboard", Path, None, "folder to write the measured values into, too"),
-    )
-    for name, kind, default, explained in options:
-        parser.add_argument(f"--{name}", type=kind, default=default, help=explained)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--ways", type=int, default=5, help="classes in a task")
+    add("--shots", type=int, default=5, help="support images a class")
+    add("--queries", type=int, default=15, help="query images a class")
+    add("--tasks", type=int, default=32, help="tasks in a meta-step")
+    add("--meta-steps", type=int, default=60, help="steps of the outer optimizer")
+    add("--inner-steps", type=int, default=5, help="steps of the inner optimizer")
+    add("--inner-lr", type=float, default=0.1, help="learning rate of the inner optimizer, SGD")
+    add("--outer-lr", type=float, default=6e-3, help="learning rate of the outer optimizer, Adam")
+    add("--noise", type=float, default=0.5, help="standard deviation on the digits, whose ink is 1")
+    add("--test-tasks", type=int, default=100, help="held-out tasks")
+    add("--eval-every", type=int, default=10, help="meta-steps between held-out evaluations")
+    add("--seed", type=int, default=0, help="of the initial weights and the training tasks")
+    add(
         "--double",
         action="store_true",
         help="in double precision, where rounding grows to no visible difference",
     )
-    parser.add_argument(
-        "--no-baselines",
-        dest="baselines",
-        action="store_false",
-        help="leave the baselines and the timing out",
-    )
+    add("--no-baselines", dest="baselines", action="store_false", help="leave baselines and timing out")
+    add("--omniglot", type=Path, help="Omniglot's folder, instead of the digits")
+    add("--output", type=Path, default=Path("outputs/maml_digits.png"), help="the curve, a picture")
+    add("--csv", type=Path, help="write the measured values, too")
+    add("--tensorboard", type=Path, help="folder to write the measured values into, too")
+    add("--checkpoint", type=Path, help="folder to save the state in, and to go on from")
+    add("--chaos", type=float, help="launch four workers, and kill one of them after so many seconds each")
     return parser
 
 
-def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
-
-
-def positive_float(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-
-
-def noise_level(text: str) -> float:
-    return 0.0 if text == "0" else positive_float(text)
-
-
-def check_arguments(
-    args: argparse.Namespace, parser: argparse.ArgumentParser, train_classes: Classes, test_classes: Classes
-) -> None:
-    classes = min(len(train_classes), len(test_classes))
-    if args.ways > classes:
-        parser.error(f"argument --ways: must be at most {classes}, the number of classes, got {args.ways}")
-    images = min(len(images) for images in train_classes + test_classes)
-    if args.shots + args.queries > images:
-        parser.error(
-            f"argument --shots, --queries: their sum must be at most {images}, the images of a class, "
-            f"got {args.shots} + {args.queries}"
-        )
-    if args.chaos and "TORCHELASTIC_RUN_ID" in os.environ:
-        parser.error("argument --chaos: torchrun ends all workers when one is killed; start it by python")
-    for name in ("output", "csv"):
-        path: Path | None = vars(args)[name]
-        try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch()
-        except OSError as error:
-            parser.error(f"argument --{name}: {error}")
-
-
-def worker_init_fn() -> None:
-    setproctitle.setproctitle(f"maml_digits: worker {todist.get_rank()} of {todist.get_world_size()}")
-    torch.set_num_threads(1)  # a worker a core
-
-
-def start_workers(count: int) -> None:
-    """Start the same program as ranks 1 and on; this process is rank 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for rank in reversed(range(count)):
-        os.environ.update(
-            RANK=f"{rank}", WORLD_SIZE=f"{count}", MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}"
-        )
-        if rank:
-            subprocess.Popen([sys.executable, *sys.argv])
-
-
-@todist.auto_init_rpc(worker_init_fn, on_loss="continue")
-def main(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+@todist.auto_init_rpc(lambda: torch.set_num_threads(1), on_loss="continue")  # a worker a core
+def main(args: argparse.Namespace) -> None:
     with todist.scalar_writer(args.tensorboard) as write:
-        train(args, parser, write)
+        train(args, write)
 
 
 if __name__ == "__main__":
-    parser = build_parser()
-    args = parser.parse_args()
-    if args.chaos and "RANK" not in os.environ:
-        start_workers(4)
-    main(args, parser)
+    args = build_parser().parse_args()
+    if args.chaos:
+        todist.launch(main, args=(args,), nproc_per_host=4, on_loss="continue")
+    else:
+        main(args)

@@ -140,18 +140,18 @@ def main(args: argparse.Namespace) -> None:
     runs = [Run(noise, way, seed) for seed in range(args.seeds) for noise in args.noise for way in WAYS]
     found = dict(zip(runs, todist.map(train, runs, args=(args,)), strict=True))
 
-    def mean(noise: float, way: str, column: str) -> float:
-        values = [getattr(found[Run(noise, way, seed)], column) for seed in range(args.seeds)]
-        return sum(values) / len(values)
+    def of(noise: float, way: str, column: str) -> Tensor:
+        return torch.tensor([getattr(found[Run(noise, way, seed)], column) for seed in range(args.seeds)])
 
     print(f"| wrong labels | {' | '.join(WAYS)} | weight of wrong ones | the paper: plain, Meta-Weight-Net |")
     print("|---|" + "---|" * (len(WAYS) + 2))
     for noise in args.noise:
-        shown = " | ".join(f"{mean(noise, way, 'accuracy'):.1%}" for way in WAYS)
-        kept = " and ".join(f"{mean(noise, way, 'share'):.1%}" for way in ("Recorded()", "SAMA()"))
+        accuracies = [100 * of(noise, way, "accuracy") for way in WAYS]
+        shown = " | ".join(f"{a.mean():.1f}% ({a.min():.0f} to {a.max():.0f})" for a in accuracies)
+        kept = " and ".join(f"{of(noise, way, 'share').mean():.1%}" for way in ("Recorded()", "SAMA()"))
         print(f"| {noise:.0%} | {shown} | {kept} | {PAPER.get(noise, '')} |")
     memory, times = (
-        [sum(mean(noise, way, column) for noise in args.noise) / len(args.noise) for way in WAYS]
+        [torch.cat([of(noise, way, column) for noise in args.noise]).mean() for way in WAYS]
         for column in ("mebibytes", "milliseconds")
     )
     print(f"\n| a meta-step | plain | Recorded() | SAMA() | ratio | the paper |\n{'|---' * 6}|")
@@ -159,14 +159,14 @@ def main(args: argparse.Namespace) -> None:
     print(f"| memory | {shown} | {memory[1] / memory[2]:.1f} times less | 2.0 to 3.8 times less |")
     shown = " | ".join(f"{value:.2f} ms" for value in times[:3])
     print(f"| time a step | {shown} | {times[1] / times[2]:.1f} times as fast | 1.7 to 4.8 times |")
-    draw(found, mean, args)
+    draw(found, of, args)
 
 
-def draw(found: dict[Run, Found], mean: Any, args: argparse.Namespace) -> None:
+def draw(found: dict[Run, Found], of: Any, args: argparse.Namespace) -> None:
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for place, way in enumerate(WAYS):
-        heights = [mean(noise, way, "accuracy") for noise in args.noise]
+        heights = [of(noise, way, "accuracy").mean().item() for noise in args.noise]
         left.bar([spot + 0.2 * place - 0.3 for spot in range(len(args.noise))], heights, 0.2, label=way)
     left.set(xlabel="wrong labels", ylabel="test accuracy", ylim=(0.5, 1), xticks=range(len(args.noise)))
     left.set_xticklabels([f"{noise:.0%}" for noise in args.noise])

@@ -168,11 +168,11 @@ def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A small GPT that learns to learn a secret alphabet.")
-    parser.add_argument("--meta-steps", type=int, default=100, help="outer steps (default: %(default)s)")
+    parser.add_argument("--meta-steps", type=int, default=70, help="outer steps (default: %(default)s)")
     parser.add_argument("--inner-steps", type=int, default=3, help="of SGD (default: %(default)s)")
     parser.add_argument("--inner-lr", type=float, default=0.1, help="that all rates begin with")
     parser.add_argument("--lr", type=float, default=3e-3, help="of the outer Adam (default: %(default)s)")
-    parser.add_argument("--tasks", type=int, default=8, help="files a step (default: %(default)s)")
+    parser.add_argument("--tasks", type=int, default=12, help="files a step (default: %(default)s)")
     parser.add_argument("--test-tasks", type=int, default=40, help="held out (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument(

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from tests.examples.running import run_python
+import pytest
+
+from tests.examples.running import numbers, run_python
+from tests.examples.running import rows as table_rows
+from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "metagradients.py"
 
 
 def test_metagradients_choose_and_poison_data(tmp_path: Path) -> None:
     picture = tmp_path / "new" / "data.png"
-    output = run_python(EXAMPLE, "--steps", 60, "--meta-steps", 2, "--output", picture)
+    words = (EXAMPLE, "--steps", 60, "--meta-steps", 2, "--output")
+    output = run_python(*words, picture)
+    beside = os.pathsep.join(map(str, (EXAMPLE.parents[1], EXAMPLE.parent)))
+    spread = torchrun("--standalone", "--nproc_per_node=2", *words, tmp_path / "two.png", PYTHONPATH=beside)
+    for one, two in zip(table_rows(output), table_rows(spread), strict=True):
+        assert numbers(one) == pytest.approx(numbers(two), rel=0.02)
     rows = {
         name: (float(wrong), float(accuracy), float(loss))
         for name, wrong, accuracy, loss in re.findall(

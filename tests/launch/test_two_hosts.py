@@ -286,10 +286,9 @@ def same_curve(path, alone):
 def train_there(options, words):
     sys.path.insert(0, str(EXAMPLE.parent))  # as it is for one who writes a script there
     example = importlib.import_module("maml_digits")
-    parser = example.build_parser()
-    args = parser.parse_args(words)
+    args = example.build_parser().parse_args(words)
     assert isinstance(args, argparse.Namespace)
-    return Launcher(**options).run(example.main, args, parser).results
+    return Launcher(**options).run(example.main, args).results
 
 
 def test_the_digits_are_learned_on_two_hosts(elsewhere, by_ssh, alone, tmp_path):
