@@ -61,19 +61,27 @@ class OverlapError(Exception):
 
 
 def dump(
-    value: Any, like: Tensors, structures: Structures | None, packed: PackedModules, *, whole: bool = False
+    value: Any,
+    like: Tensors,
+    structures: Structures | None,
+    packed: PackedModules,
+    *,
+    whole: bool = False,
+    needs_code: bool = False,
 ) -> Pickler:
     """Pickle an object; returns the pickler, which has the skeleton and the tensors, numbered anew.
 
     ``structures`` get those of the object; without them modules are not taken out. In a ``whole`` pickle all long bytes
-    stay.
+    stay. ``needs_code``: the object is known to hold a function without a name.
     """
-    pickler: Pickler = _NamePickler(like, structures, packed, whole=whole)
-    try:
-        pickler.dump(value)
-        return pickler
-    except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
-        pass  # what it has written is freed before the other one begins
+    pickler: Pickler
+    if not needs_code:
+        pickler = _NamePickler(like, structures, packed, whole=whole)
+        try:
+            pickler.dump(value)
+            return pickler
+        except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
+            pass  # what it has written is freed before the other one begins
     pickler = _CodePickler(like, structures, packed, whole=whole)
     pickler.dump(value)
     tensors, of_globals = pickler.tensors, pickler.tensors.of_globals
@@ -204,22 +212,23 @@ class Pickler(pickle.Pickler):
         """Raise :class:`OverlapError` if two of the pickles share an object that can change."""
         if not self._parts and not self._copies:
             return
-        met: dict[int, tuple[int, Any]] = self.memo.copy()
+        met: dict[int, Any] = {key: obj for key, (_, obj) in self.memo.copy().items()}
         for taken_out in self._taken_out:
             met.pop(taken_out, None)
         for copies in self._copies:
-            if some_can_change([met[key][1] for key in met.keys() & copies.keys()], self._main_by_name):
-                raise OverlapError
-            met.update({key: (0, copy) for key, copy in copies.items()})
+            self._meet(met, copies)
         namespaces = set(self.globals_ref)
         for part in self._parts:
-            memo: dict[int, tuple[int, Any]] = part.memo.copy()
-            if some_can_change([memo[key][1] for key in met.keys() & memo.keys()], self._main_by_name):
-                raise OverlapError
-            met.update(memo)
-            if namespaces & part.globals_ref.keys() and any(rebinds(obj) for _, obj in met.values()):
+            self._meet(met, {key: obj for key, (_, obj) in part.memo.copy().items()})
+            if namespaces & part.globals_ref.keys() and any(map(rebinds, met.values())):
                 raise OverlapError
             namespaces |= part.globals_ref.keys()
+
+    def _meet(self, met: dict[int, Any], more: dict[int, Any]) -> None:
+        """Add objects by id to those that have been met, if none that can change is among both."""
+        if some_can_change([met[key] for key in met.keys() & more.keys()], self._main_by_name):
+            raise OverlapError
+        met.update(more)
 
 
 PackedModules: TypeAlias = dict[tuple[int, bool, frozenset[int]], Pickler]
