@@ -13,7 +13,7 @@ from torchopt_dist.nn import (
     recover_state_dict,
     stop_gradient,
 )
-from torchopt_dist.nn._tensor_dicts import parts_and_parameters
+from torchopt_dist.nn._tensor_dicts import parts_and_parameters, parts_and_tensors
 
 MODES = ["reference", "ref", "copy", "clone", "deepcopy"]
 
@@ -310,6 +310,14 @@ def test_tensors_in_containers_of_a_module_are_cloned_as_parameters_are(by):
         assert torch.autograd.grad(clone.made[0], scale)[0].item() == 3.0
 
 
+def test_parts_of_a_clone_share_what_the_module_s_parts_share():
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    net[0].log = net[1].log = []
+    clone = module_clone(net)
+    assert clone[0].log is clone[1].log
+    assert clone[0].log is not net[0].log
+
+
 def test_an_object_that_says_how_it_is_copied_is_not_looked_through():
     class Shared:
         def __init__(self):
@@ -353,6 +361,9 @@ def test_one_walk_finds_what_torch_finds_in_its_order(make):
         module[2].add_module("again", module[0].first)
     parts, named = parts_and_parameters(module)
     assert list(map(id, parts)) == list(map(id, module.modules()))
+    parts, tensors = parts_and_tensors(module)
+    assert list(map(id, parts)) == list(map(id, module.modules()))
+    assert list(map(id, tensors)) == list(map(id, module.parameters()))
     assert [(name, id(p)) for name, p in named.items()] == [
         (name, id(p)) for name, p in dict(module.named_parameters()).items()
     ]

@@ -230,7 +230,8 @@ def _begun(
         func, partitioner, reducer, options = on_teams(func, partitioner, reducer, team, options, group)
     seconds, started = seconds_of(timeout, default=group.call_timeout), time.monotonic()
     reduce = None if reducer is None else check_reducer(reducer)
-    partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}))
+    as_rows = options.vectorize and buffers is None
+    partitions = partition(partitioner, tuple(args or ()), dict(kwargs or {}), as_rows=as_rows)
     took = taking_readings(partitioner)
     # As in one process, an evaluation that draws nothing does not move the caller's random numbers.
     draws = snapshot or torch.is_grad_enabled()

@@ -107,8 +107,12 @@ def replicated(value: T) -> T:
     return cast("T", _Replicated(value))
 
 
-def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> list[Partition]:
+def partition(
+    partitioner: Partitioner | None, args: Args, kwargs: KwArgs, *, as_rows: bool = False
+) -> list[Partition]:
     """Split the arguments of a call into at least one partition; each one's worker is a rank.
+
+    With ``as_rows``, one that is a row of a batch may be that alone, without arguments of its own.
 
     Raises :class:`TypeError` if the partitioner is of no known kind, or its function returns something else than
     triplets, and :class:`ValueError` if it returns no triplet, or one for an unknown worker.
@@ -120,7 +124,7 @@ def partition(partitioner: Partitioner | None, args: Args, kwargs: KwArgs) -> li
     if not callable(partitioner):
         return [Partition(_rank_of(partitioner), args and unwrap(args), kwargs and unwrap(kwargs))]
     if type(partitioner) is TensorDimensionPartitioner:
-        return partitioner.parts(args, kwargs)
+        return partitioner.parts(args, kwargs, as_rows=as_rows)
     triplets = partitioner(*args, **kwargs)
     if not isinstance(triplets, Sequence) or isinstance(triplets, (str, tuple)):
         raise TypeError(
@@ -253,8 +257,10 @@ class TensorDimensionPartitioner:
         """Split ``args`` and ``kwargs``; the result is what ``partition`` makes a call of."""
         return self.parts(args, kwargs, marked=True)
 
-    def parts(self, args: Args, kwargs: KwArgs, *, marked: bool = False) -> list[Partition]:
-        """The same for a call; what ``replicated`` has marked stays so for who splits further."""
+    def parts(
+        self, args: Args, kwargs: KwArgs, *, marked: bool = False, as_rows: bool = False
+    ) -> list[Partition]:
+        """The same for a call; ``marked``: what ``replicated`` has marked stays so for who splits further."""
         if not (args or kwargs):
             raise ValueError(
                 "no tensor to split, as there are no arguments: give the function some, or `partitioner=` a "
@@ -274,7 +280,12 @@ class TensorDimensionPartitioner:
             leaves = [leaf.value if isinstance(leaf, _Replicated) else leaf for leaf in leaves]
         are_rows = self.exclusive and not self.keepdim and not marked
         rows, parts = Rows(leaves, splittable, self.dim, rebuild), []
+        as_rows = as_rows and are_rows and rows.are_plain()
         for worker, start, stop in ranges(size, ranks, self.balance, exclusive=self.exclusive):
+            if as_rows:
+                parts.append(Partition(worker, None, None, 1, self.workers is None))
+                parts[-1].row = rows, start
+                continue
             part = list(leaves)
             for index in splittable:
                 part[index] = self._take(leaves[index], start, stop)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
 import optree
@@ -158,6 +159,16 @@ def _floating(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_default_dtype())
 
 
+def _takes_sizes(reducer: Callable[..., Any]) -> bool:
+    if type(reducer) is FunctionType and not vars(reducer):  # as its signature says, sooner
+        code = reducer.__code__
+        return "sizes" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    try:
+        return "sizes" in inspect.signature(reducer).parameters
+    except ValueError:  # a built-in without a signature
+        return False
+
+
 def check_reducer(reducer: Callable[..., Any] | None) -> Callable[[list[Any], list[int]], Any]:
     """Check a reducer and make it ``(results, sizes) → result``; without one the results stay a list.
 
@@ -167,10 +178,7 @@ def check_reducer(reducer: Callable[..., Any] | None) -> Callable[[list[Any], li
         return lambda results, sizes: results
     if not callable(reducer):
         raise TypeError(f"reducer must be callable, got {type(reducer).__name__} {reducer!r}")
-    try:
-        takes_sizes = "sizes" in inspect.signature(reducer).parameters
-    except ValueError:  # a built-in without a signature
-        takes_sizes = False
+    takes_sizes = _takes_sizes(reducer)
 
     def reduce_checked(results: list[Any], sizes: list[int]) -> Any:
         reduced = reducer(results, sizes=sizes) if takes_sizes else reducer(results)

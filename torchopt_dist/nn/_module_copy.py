@@ -18,10 +18,8 @@ from torchopt_dist.nn._tensor_dicts import parts_of
 
 __all__ = ["ModuleCopy", "copied"]
 
-_ATOMS = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-    | {FunctionType, BuiltinFunctionType, type}
-)
+_CODE = frozenset({FunctionType, BuiltinFunctionType, type})
+_ATOMS = _CODE | {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 """The types of what a copy shares with the original."""
 _DICTS = frozenset({dict, OrderedDict})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
@@ -53,20 +51,24 @@ class ModuleCopy:
     """The copy."""
     is_plain: bool
     """Whether its parts are known to be held by nothing but its dictionaries of sub-modules."""
+    is_simple: bool
+    """Whether it is plain, and beside tensors has no attributes but plain values and containers of these."""
+    memo: dict[int, Any]
+    """By the ids of the objects that were copied, their copies."""
 
     def __init__(
         self, module: nn.Module, take: Callable[[Tensor], Tensor], take_buffer: Callable[[Tensor], Tensor]
     ) -> None:
         parts = parts_of(module)
         self._take = take
-        self._memo: dict[int, Any] = {}  # `deepcopy` takes the copies of these objects from here
+        self.memo = {}  # `deepcopy` takes the copies of these objects from here
         for containers, take_one in ((buffers_of, take_buffer), (parameters_of, take)):
             for part in parts:
                 for tensor in containers(part).values():
                     if tensor is not None:
-                        self._memo[id(tensor)] = take_one(tensor)
+                        self.memo[id(tensor)] = take_one(tensor)
         self._kinds = {kind: _is_copied_by_attributes(kind) for kind in {*map(type, parts)}}
-        self.is_plain = all(self._kinds.values())
+        self.is_plain = self.is_simple = all(self._kinds.values())
         if not self.is_plain:
             for part in parts:
                 for attribute in vars(part).values():
@@ -74,7 +76,7 @@ class ModuleCopy:
         self.module = self._copied(module)
 
     def _copied(self, module: nn.Module) -> nn.Module:
-        memo = self._memo
+        memo = self.memo
         known: nn.Module | None = memo.get(id(module))
         if known is not None:
             return known
@@ -87,9 +89,10 @@ class ModuleCopy:
         for name, value in vars(module).items():
             kind = type(value)
             if kind in _ATOMS:
+                self.is_simple &= kind not in _CODE
                 continue
             if kind in _CONTAINERS and not value:
-                own[name] = memo[id(value)] = kind()
+                own[name] = memo.setdefault(id(value), kind())
             elif value is parameters or value is buffers:
                 own[name] = memo[id(value)] = {
                     key: tensor if tensor is None else memo[id(tensor)] for key, tensor in value.items()
@@ -99,8 +102,10 @@ class ModuleCopy:
                 for child, part in children.items():
                     own[name][child] = None if part is None else self._copied(part)
             elif _is_of_atoms(value):
+                self.is_simple &= _CODE.isdisjoint(map(type, value.values() if kind in _DICTS else value))
                 own[name] = memo.setdefault(id(value), kind(value))
             else:
+                self.is_simple = False
                 self.is_plain &= isinstance(value, Tensor)
                 self._take_tensors_of(value)
                 own[name] = copy.deepcopy(value, memo)
@@ -110,14 +115,15 @@ class ModuleCopy:
             made.__setstate__(own)
             now = vars(made)
             self.is_plain &= len(now) == len(own) and all(now.get(name) is own[name] for name in own)
+            self.is_simple = False
         return made
 
     def _take_tensors_of(self, attribute: Any) -> None:
         """Have the tensors in an attribute copied by ``take``: ``deepcopy`` refuses those with a history."""
         if not _is_of_atoms(attribute):
             for tensor in held_tensors(attribute):
-                if id(tensor) not in self._memo:
-                    self._memo[id(tensor)] = self._take(tensor)
+                if id(tensor) not in self.memo:
+                    self.memo[id(tensor)] = self._take(tensor)
 
 
 def _is_copied_by_attributes(cls: type) -> bool:

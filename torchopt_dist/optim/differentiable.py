@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.optim import _recording_mode
 from torchopt_dist.optim._checkpoint import flatten_with_keys, restore_state
 from torchopt_dist.optim._trained_state import is_of_an_optimizer
@@ -101,19 +102,23 @@ class DifferentiableOptimizer(MetaOptimizer):
         return made
 
     def _move(
-        self, impl: Any, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
-    ) -> tuple[Mapping[str, Tensor], OptState]:
-        names = [name for name, grad in grads.items() if grad is not None]
-        if not names:
+        self, index: int, params: list[Tensor], grads: list[OptionalTensor]
+    ) -> tuple[list[Tensor], OptState]:
+        state: Any = self._state_for(index, params)
+        names = [name for name, _ in self.modules[index].named_parameters()]
+        places = present(grads)
+        if not places:
             return params, state
-        moved, states = impl.move(*([column[name] for name in names] for column in (params, grads, state)))
-        return (
-            {**params, **dict(zip(names, moved, strict=True))},
-            {**state, **dict(zip(names, states, strict=True))},
-        )
+        own = [names[place] for place in places]
+        given = [pick(params, places), pick(grads, places), [state[name] for name in own]]
+        moved, states = self._impls[index].move(*given)
+        after: list[Any] = put(params, places, moved)
+        return after, {**state, **dict(zip(own, states, strict=True))}
 
-    def _first_state(self, impl: Any, params: Mapping[str, Tensor], state: OptState) -> OptState:
-        return {name: impl.first_state(p) if state[name] else {} for name, p in params.items()}
+    def _first_state(self, index: int) -> OptState:
+        impl, state = self._impls[index], self._states[index]
+        params = self.modules[index].named_parameters()
+        return {name: impl.first_state(p) if state[name] else {} for name, p in params}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`, as :meth:`MetaOptimizer.load_state_dict`."""

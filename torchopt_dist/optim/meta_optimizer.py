@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -35,7 +35,7 @@ from torchopt_dist.optim._recomputation import NoRecomputation
 from torchopt_dist.optim._traced_step import traced_begin, traced_step
 from torchopt_dist.optim._trained_state import is_of_an_optimizer, trained_states
 from torchopt_dist.transform._gradients import gradients
-from torchopt_dist.transform.apply_updates import differentiable_step
+from torchopt_dist.transform.apply_updates import differentiable_step, with_gradients_added
 from torchopt_dist.transform.base import GradientTransformation
 
 if TYPE_CHECKING:
@@ -217,22 +217,21 @@ class MetaOptimizer:
                 loss = loss()
         else:
             need_gradients()
-        parts, groups = zip(*map(_tensor_dicts.parts_and_parameters, self.modules), strict=True)
-        leaves = [p for params in groups for p in params.values()]
+        parts, groups = zip(*map(_tensor_dicts.parts_and_tensors, self.modules), strict=True)
         create_graph = recorded and not first_order
         usual = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         recording = NoRecomputation(chain(*parts)) if create_graph else nullcontext()
         with nullcontext() if usual else with_gradients(), recording:
-            rest = iter(gradients(loss, leaves, create_graph=create_graph, retain_graph=True))
+            found = gradients(loss, [*chain(*groups)], create_graph=create_graph, retain_graph=True)
         with nullcontext() if usual and recorded else with_gradients(recorded):
             for index, params in enumerate(groups):
-                own = dict(zip(params, rest, strict=False))
-                moved, state = self._move(self._impls[index], params, own, self._state_for(index, params))
+                own, found = found[: len(params)], found[len(params) :]
+                moved, state = self._move(index, params, own)
                 if not recorded:
-                    moved = {name: p if p is params[name] else leaf(p) for name, p in moved.items()}
+                    moved = [new if new is old else leaf(new) for new, old in zip(moved, params, strict=True)]
                     state = pytree.map_tensors(torch.detach, state)
                 self._states[index] = state
-                _tensor_dicts.replace(parts[index], {id(old): moved[name] for name, old in params.items()})
+                _tensor_dicts.replace(parts[index], dict(zip(map(id, params), moved, strict=True)))
 
     def run(
         self,
@@ -275,7 +274,7 @@ class MetaOptimizer:
                 "make the steps one by one, or use one of todist's optimizers"
             )
         (module,) = self.modules
-        state = self._state_for(0, dict(module.named_parameters()))
+        state = self._state_for(0, list(module.parameters()))
         made = inner_loop(
             loss, self._impls[0], module, batches, meta=meta, adjoint=adjoint, state=state, **options
         )
@@ -285,21 +284,17 @@ class MetaOptimizer:
         self._states = [made.state]
         return made._replace(params=module)
 
-    def _state_for(self, index: int, params: Mapping[str, Tensor]) -> OptState:
+    def _state_for(self, index: int, params: Sequence[Tensor]) -> OptState:
         """A group's state, in the dtypes of the parameters as they are now."""
-        before, now = self._dtypes[index], dtypes_of(params.values())
-        state = self._states[index]
-        if before == now:
-            return state
-        self._states[index] = fitted(
-            state, lambda: self._first_state(self._impls[index], params, state), before, now
-        )
-        self._dtypes[index] = now
+        before, now = self._dtypes[index], dtypes_of(params)
+        if before != now:
+            self._states[index] = fitted(self._states[index], lambda: self._first_state(index), before, now)
+            self._dtypes[index] = now
         return self._states[index]
 
-    def _first_state(self, impl: Any, params: Mapping[str, Tensor], state: OptState) -> OptState:
-        """What a group's state would be if it began now, in the place of this one."""
-        return cast("OptState", impl.init(params))
+    def _first_state(self, index: int) -> OptState:
+        """What a group's state would be if it began now, in the place of the one that it has."""
+        return cast("OptState", self._impls[index].init(dict(self.modules[index].named_parameters())))
 
     @contextmanager
     def _computing(self, *, second_order: bool) -> Iterator[None]:
@@ -314,10 +309,17 @@ class MetaOptimizer:
             yield
 
     def _move(
-        self, impl: Any, params: Mapping[str, Tensor], grads: dict[str, OptionalTensor], state: OptState
-    ) -> tuple[Mapping[str, Tensor], OptState]:
-        """Parameters of one group by name → moved ones, and the group's next state."""
-        return differentiable_step(impl, params, grads, state)
+        self, index: int, params: list[Tensor], grads: list[OptionalTensor]
+    ) -> tuple[list[Tensor], OptState]:
+        """Parameters of a group, a gradient each → moved ones, and the group's next state."""
+        impl, state = self._impls[index], self._state_for(index, params)
+        if (added := with_gradients_added(impl, params, grads)) is not None:
+            return added, state
+        names = list(_tensor_dicts.parts_and_parameters(self.modules[index])[1])
+        by_name, own = dict(zip(names, params, strict=True)), dict(zip(names, grads, strict=True))
+        moved: Any
+        moved, state = differentiable_step(impl, by_name, own, state)
+        return [moved[name] for name in names], state
 
     def state_dict(self) -> dict[str, Any]:
         """The states as ``{'state': [{where: tensor}, ...]}``, a dict for each group, for ``torch.save``.

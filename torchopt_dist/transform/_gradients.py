@@ -10,6 +10,7 @@ from torch import Tensor
 from torchopt_dist import _torch_private
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vmap import values_of
+from torchopt_dist.ops._columns import PLAIN
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 
 __all__ = ["gradients", "gradients_missing"]
@@ -38,9 +39,10 @@ def gradients(
         raise TypeError(f"`loss` must be a tensor, got {type(loss).__name__}")
     if loss.numel() != 1:
         raise ValueError(f"`loss` must have one element, got shape {tuple(loss.shape)}")
-    for leaf in leaves:
-        if leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(f"parameters must be tensors, got {type(leaf).__name__}")
+    if not PLAIN.issuperset(map(type, leaves)):
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise TypeError(f"parameters must be tensors, got {type(leaf).__name__}")
     if not _torch_private.transforms_are_active():
         return _outside_of_transforms(loss, leaves, create_graph, retain_graph)
     levels = _torch_private.vmaps()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,10 @@ __all__ = [
     "step_in_place",
     "step_pulled_back",
     "training_step",
+    "with_gradients_added",
 ]
+
+_PLAIN_OR_NONE = PLAIN | {type(None)}
 
 
 def apply_updates(params: Params, updates: Updates, *, inplace: bool = True) -> Params:
@@ -111,14 +115,7 @@ def differentiable_step(
     fused_step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
     if fused_step is not None and fused_step.differentiable is not None:
         assert isinstance(impl, ChainedGradientTransformation)
-        updates, before, rest = grads, (), state
-        if fused_step.first_link:
-            updates, before, rest = _before_fused_step(impl, params, grads, state, inplace=False)
-        added = None
-        if fused_step.gradient_factor is not None:
-            added = _with_gradients_added(params, updates, fused_step.gradient_factor)
-        if added is not None:
-            return added, (*before, *rest)
+        updates, before, rest = _before_fused_step(impl, params, grads, state, inplace=False)
         made = fused_step.differentiable(params, updates, rest)
         if made is not None:
             return made[0], (*before, *made[1])
@@ -129,35 +126,32 @@ def differentiable_step(
     return apply_updates(params, updates, inplace=False), state
 
 
-def _with_gradients_added(params: Params, grads: Updates, factor: float) -> Params | None:
-    """Parameters plus ``factor`` times gradients, tensors or flat dicts, by one call of torch; ``None`` for others.
+def with_gradients_added(
+    impl: GradientTransformation, params: Sequence[Tensor], grads: Sequence[OptionalTensor]
+) -> list[Tensor] | None:
+    """The parameters that :func:`differentiable_step` makes, by one call of torch; ``None`` where that is not enough.
 
-    Beside a small module's backward the time of this is that of looking at the arguments.
+    Beside a small module's backward the time of a step is that of looking at trees, which this does without. The state
+    stays as it is.
+
+    Args:
+        impl: the transformation.
+        params: the leaves of the parameters.
+        grads: as many gradients, as a backward pass gives them: of their parameters' shapes and dtypes. The parameter
+            of one that is ``None`` stays.
     """
-    if isinstance(params, Tensor) and isinstance(grads, Tensor):
-        if not _are_plain([params], [grads]) or foreach.runs_in_a_loop([params]):
-            return None
-        return params.add(grads, alpha=factor)
-    if type(params) is not dict or type(grads) is not dict or params.keys() != grads.keys():
+    step = impl.fused_step if isinstance(impl, ChainedGradientTransformation) else None
+    if step is None or step.gradient_factor is None or step.first_link:
         return None
-    names = list(grads)
-    if type(None) in map(type, grads.values()):
-        names = [name for name, grad in grads.items() if grad is not None]
-    old, step = [params[name] for name in names], [grads[name] for name in names]
-    if not _are_plain(old, step) or foreach.runs_in_a_loop(old):
+    kinds = {*map(type, params), *map(type, grads)}
+    if not kinds <= _PLAIN_OR_NONE or foreach.runs_in_a_loop(params):
         return None
-    return {**params, **dict(zip(names, torch._foreach_add(old, step, alpha=factor), strict=True))}
-
-
-def _are_plain(params: list[Tensor], grads: list[Tensor]) -> bool:
-    """Whether gradients are as their parameters, of one real dtype."""
-    both = [*params, *grads]
-    return (
-        PLAIN.issuperset(map(type, both))
-        and len(dtypes := {x.dtype for x in both}) == 1
-        and not dtypes.pop().is_complex
-        and [p.shape for p in params] == [g.shape for g in grads]
-    )
+    places = present(grads)
+    whole = len(places) == len(grads)
+    given: Any = (params, grads) if whole else (pick(params, places), pick(grads, places))
+    moved: Any = torch._foreach_add(*given, alpha=step.gradient_factor)
+    made: list[Any] = list(moved) if whole else put(params, places, moved)
+    return made
 
 
 def parts_of(

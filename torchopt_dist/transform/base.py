@@ -214,10 +214,10 @@ def _own_arguments(
     init, update = impl
     if not isinstance(init, partial) or not isinstance(update, partial):
         return None
-    if init.func is not _chain_init or update.func is not _chain_update or init.args != update.args[:1]:
+    if init.func is not _chain_init or update.func is not _chain_update or len(init.args) != 1:
         return None
     links, fused_step = update.args
-    return links, fused_step
+    return (links, fused_step) if init.args[0] is links or init.args[0] == links else None
 
 
 def _chain_init(links: tuple[GradientTransformation, ...], params: Params) -> OptState:

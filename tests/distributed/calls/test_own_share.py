@@ -291,6 +291,49 @@ def test_a_module_is_packed_once_a_call(world):
     world(3).on_zero(body)
 
 
+class Logs(nn.Linear):
+    """Logs its calls in a list, and computes by a function that it is given."""
+
+    def __init__(self, log, function=torch.tanh):
+        super().__init__(1, 1, bias=False)
+        self.log, self.function = log, function
+
+    def forward(self, x):
+        self.log.append(1)
+        return self.function(super().forward(x))
+
+
+def test_modules_of_a_share_share_what_the_caller_s_share():
+    def body():
+        log, counted = [], []
+
+        def counts(x):
+            counted.append(1)
+            return x
+
+        def function(first, second, x):
+            first(second(x))
+            return len(first.log), len(second.log), len(log)
+
+        one = nn.Sequential(Logs(log), Logs(log))
+        assert todist.remote_sync_call(
+            lambda net, x: (net(x).sum().item() > -2, len(net[0].log), len(net[1].log)),
+            args=(one, torch.ones(1)),
+            partitioner=0,
+        ) == [(True, 2, 2)]
+        apart = Logs(log), Logs(log)
+        assert todist.remote_sync_call(function, args=(*apart, torch.ones(1)), partitioner=0) == [(2, 2, 2)]
+        with_a_function = Logs([], counts)
+        todist.remote_sync_call(
+            lambda net, x: net(x).sum(), args=(with_a_function, torch.ones(1)), partitioner=0
+        )
+        assert not log
+        assert not counted
+        assert not with_a_function.log
+
+    alone(body)
+
+
 class Marked(torch.autograd.Function):
     """Keeps an object in the graph."""
 

@@ -110,6 +110,19 @@ def test_other_arguments_are_stacked_by_the_worker(sent: list[Stacked], partitio
     assert not sent
 
 
+def test_one_row_is_a_task_of_its_own(sent: list[Stacked]) -> None:
+    @RUN
+    def main() -> None:
+        x = torch.arange(2.0).reshape(2, 1)
+        spread = todist.parallelize(
+            todist.dim_partitioner(1, exclusive=True, keepdim=False), todist.stack_reducer, vectorize=True
+        )(_add)
+        torch.testing.assert_close(spread(x, more=2.0), x.sum(dim=0) + 2.0)
+
+    main()
+    assert not sent
+
+
 def _add(x: Tensor, *_: Any, more: float = 1.0) -> Tensor:
     return x.sum() + more
 

@@ -43,7 +43,7 @@ from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean
 from torchopt_dist.linear_solve._substitute import Substitute
 from torchopt_dist.transform._gradients import gradients, gradients_missing
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
-from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
+from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step, with_gradients_added
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["Batches", "Carry", "Evaluation", "Loop", "Outcome", "StepFn", "StopFn"]
@@ -461,6 +461,8 @@ class Loop:
         return self._moved(carry, found)
 
     def _moved(self, carry: Carry, found: Evaluation) -> Carry:
+        if (added := with_gradients_added(self.optimizer, carry.params, found.grads)) is not None:
+            return Carry(self._tied(added), carry.state, found.buffers)
         params, state = differentiable_step(
             self.optimizer, self.model.tree(carry.params), self.model.tree(found.grads), carry.state
         )

@@ -190,24 +190,31 @@ def group_by_worker(
     """For each worker's rank its payload, and the indices of its tasks among ``partitions``.
 
     The partitions of a ``timed`` call have a size; ``seed`` is what the tasks' seeds are made from, ``None`` draws it.
+    One that is a row of a batch may have no arguments.
     """
     state = CallerState.capture()
     if seed is None:
         seed = draw_seed()
-    shares: dict[int, tuple[list[int], list[tuple[Args, KwArgs]], list[int]]] = {}
-    for index, (worker, args, kwargs) in enumerate(partitions):
-        indices, tasks, seeds = shares.setdefault(int(worker), ([], [], []))
-        indices.append(index)
-        tasks.append((args, kwargs))
-        seeds.append(seed + index)
+    shares: dict[int, list[int]] = {}
+    for index, (worker, _, _) in enumerate(partitions):
+        shares.setdefault(int(worker), []).append(index)
     payloads: dict[int, tuple[Payload, list[int]]] = {}
-    for rank, (indices, tasks, seeds) in shares.items():
-        samples = sum(getattr(partitions[index], "size", 1) for index in indices) if timed else 0
-        together = _rows([partitions[index] for index in indices]) if options.vectorize else None
-        sent, places = ((together.task,), together.places) if together else (tuple(tasks), ())
-        payload = Payload(function, sent, tuple(seeds), state, options, ticket, samples, places)
+    for rank, indices in shares.items():
+        parts = [partitions[index] for index in indices]
+        samples = sum(getattr(part, "size", 1) for part in parts) if timed else 0
+        together = _rows(parts) if options.vectorize else None
+        tasks, places = ((together.task,), together.places) if together else (tuple(map(_task, parts)), ())
+        seeds = tuple([seed + index for index in indices])
+        payload = Payload(function, tasks, seeds, state, options, ticket, samples, places)
         payloads[rank] = payload, indices
     return payloads
+
+
+def _task(part: Any) -> tuple[Args, KwArgs]:
+    """The arguments of a part, which one that is a row alone gets from its batch."""
+    _, args, kwargs = part
+    row = None if args or kwargs else getattr(part, "row", None)
+    return (args, kwargs) if row is None else row[0].task(row[1])
 
 
 def _rows(parts: Sequence[Any]) -> Stacked | None:

@@ -49,6 +49,14 @@ class Rows(NamedTuple):
             for leaf in self.leaves
         )
 
+    def task(self, index: int) -> tuple[Args, KwArgs]:
+        """The task with this index."""
+        leaves = list(self.leaves)
+        for place in self.places:
+            leaves[place] = leaves[place].select(self.dim, index)
+        task: tuple[Args, KwArgs] = self.rebuild(iter(leaves))
+        return task
+
     def between(self, start: int, stop: int) -> Stacked:
         """The tasks with these indices."""
         leaves = list(self.leaves)

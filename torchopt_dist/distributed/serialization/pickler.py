@@ -9,15 +9,17 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed import rpc
 
 from torchopt_dist._code_pickler import CodePickler
+from torchopt_dist._torch_private import buffers_of, parameters_of
 from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, enclosed
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
@@ -27,6 +29,8 @@ from torchopt_dist.distributed.serialization.names import find, name_of
 from torchopt_dist.distributed.serialization.parametrized import is_parametrized, reduced
 from torchopt_dist.distributed.serialization.shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed.serialization.tensors import Tensors
+from torchopt_dist.nn._module_copy import ModuleCopy
+from torchopt_dist.nn._tensor_dicts import parts_of
 
 __all__ = ["OverlapError", "PackedModules", "Pickler", "Structures", "dump"]
 
@@ -35,6 +39,14 @@ IN_THE_PICKLE = 1 << 16
 
 _REFERENCES: tuple[type, ...] = (rpc.PyRRef, ConnectedRRef) if rpc.is_available() else ()
 """RPC pickles its references itself, since it counts who has one."""
+
+_STAND_INS = frozenset(
+    function
+    for module in (unpickler, cloudpickle.cloudpickle)
+    for function in vars(module).values()
+    if isinstance(function, FunctionType) and function.__module__ == module.__name__
+)
+"""Functions that stand in a pickle for something else, which each receiver has by name."""
 
 Structures: TypeAlias = dict[bytes, int]
 """The pickles of modules without their tensors, each with its number: modules that look alike have one."""
@@ -49,19 +61,27 @@ class OverlapError(Exception):
 
 
 def dump(
-    value: Any, like: Tensors, structures: Structures | None, packed: PackedModules, *, whole: bool = False
+    value: Any,
+    like: Tensors,
+    structures: Structures | None,
+    packed: PackedModules,
+    *,
+    whole: bool = False,
+    needs_code: bool = False,
 ) -> Pickler:
     """Pickle an object; returns the pickler, which has the skeleton and the tensors, numbered anew.
 
     ``structures`` get those of the object; without them modules are not taken out. In a ``whole`` pickle all long bytes
-    stay.
+    stay. ``needs_code``: the object is known to hold a function without a name.
     """
-    pickler: Pickler = _NamePickler(like, structures, packed, whole=whole)
-    try:
-        pickler.dump(value)
-        return pickler
-    except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
-        pass  # what it has written is freed before the other one begins
+    pickler: Pickler
+    if not needs_code:
+        pickler = _NamePickler(like, structures, packed, whole=whole)
+        try:
+            pickler.dump(value)
+            return pickler
+        except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
+            pass  # what it has written is freed before the other one begins
     pickler = _CodePickler(like, structures, packed, whole=whole)
     pickler.dump(value)
     tensors, of_globals = pickler.tensors, pickler.tensors.of_globals
@@ -99,6 +119,7 @@ class Pickler(pickle.Pickler):
         self._packed = packed
         self._taken_out: set[int] = set()  # the ids of the modules, and of the modules inside them
         self._parts: list[Pickler] = []  # kept, so that no id in their memos is used again
+        self._copies: list[dict[int, Any]] = []  # by the ids of what was copied
 
     def reducer_override(self, obj: Any) -> Any:
         """Called once for each object but the plainest; ``persistent_id`` would be called for these, too."""
@@ -113,7 +134,7 @@ class Pickler(pickle.Pickler):
             self.tensors.mark_staying(obj)
             return unpickler.itself, (obj.module,)
         if self._structures is not None and isinstance(obj, nn.Module):
-            return unpickler.module, self._take_out(obj, self._structures)
+            return self._take_out(obj, self._structures)
         if (
             type(obj) is np.ndarray
             and obj.nbytes > IN_THE_PICKLE
@@ -139,15 +160,20 @@ class Pickler(pickle.Pickler):
         self.tensors.buffers.add(self.tensors.number(tensor))
         return unpickler.array, (tensor,)
 
-    def _take_out(self, module: nn.Module, structures: Structures) -> tuple[int, tuple[int, ...]]:
-        """Pack a module by itself, unless it was; the numbers of its structure and of its tensors."""
-        family = {id(part) for part in module.modules()}
+    def _take_out(self, module: nn.Module, structures: Structures) -> tuple[Any, tuple[Any, ...]]:
+        """Pack a module by itself, unless it was; what stands for it: the numbers of its structure and its tensors."""
+        parts = parts_of(module)
+        family = {*map(id, parts)}
         if family & self._taken_out:
             raise OverlapError
         self._taken_out |= family
         staying = frozenset(self.tensors.staying)
         key = id(module), self._main_by_name, staying
         pickler = self._packed.get(key)
+        if pickler is None and self.tensors.here and not staying:
+            copy = ModuleCopy(module, _itself, _itself)
+            if copy.is_simple:
+                return unpickler.copied, self._copied(copy)
         if pickler is None:
             # Numbered from 0, so that equal structures are equal bytes.
             like = Tensors(self._main_by_name, here=self.tensors.here)
@@ -160,24 +186,49 @@ class Pickler(pickle.Pickler):
             self._packed[key] = pickler
         self._parts.append(pickler)
         structure, _ = pickler.file.pickle()
-        return structures.setdefault(structure, len(structures)), self.tensors.include(pickler.tensors)
+        number = structures.setdefault(structure, len(structures))
+        return unpickler.module, (number, self.tensors.include(pickler.tensors))
+
+    def _copied(self, copy: ModuleCopy) -> tuple[int, tuple[int, ...]]:
+        """Take in a copied module, which stays in this process; its number, and those of its tensors."""
+        self._copies.append(copy.memo)
+        found: dict[int, int] = {}
+        held: list[torch.Tensor] = []
+        places = []
+        for part in parts_of(copy.module):
+            for container in (parameters_of(part), buffers_of(part)):
+                for name, tensor in container.items():
+                    if tensor is not None:
+                        place = found.setdefault(id(tensor), len(held))
+                        if place == len(held):
+                            held.append(tensor)
+                        places.append((container, name, place))
+        numbers = tuple(map(self.tensors.number, held))
+        self.tensors.mark_buffers(held)
+        self.tensors.references.append(unpickler.CopiedModule(copy.module, places))
+        return len(self.tensors.references) - 1, numbers
 
     def check_disjoint(self) -> None:
         """Raise :class:`OverlapError` if two of the pickles share an object that can change."""
-        if not self._parts:
+        if not self._parts and not self._copies:
             return
-        met: dict[int, tuple[int, Any]] = self.memo.copy()
+        met: dict[int, Any] = {key: obj for key, (_, obj) in self.memo.copy().items()}
         for taken_out in self._taken_out:
             met.pop(taken_out, None)
+        for copies in self._copies:
+            self._meet(met, copies)
         namespaces = set(self.globals_ref)
         for part in self._parts:
-            memo: dict[int, tuple[int, Any]] = part.memo.copy()
-            if some_can_change([memo[key][1] for key in met.keys() & memo.keys()], self._main_by_name):
-                raise OverlapError
-            met.update(memo)
-            if namespaces & part.globals_ref.keys() and any(rebinds(obj) for _, obj in met.values()):
+            self._meet(met, {key: obj for key, (_, obj) in part.memo.copy().items()})
+            if namespaces & part.globals_ref.keys() and any(map(rebinds, met.values())):
                 raise OverlapError
             namespaces |= part.globals_ref.keys()
+
+    def _meet(self, met: dict[int, Any], more: dict[int, Any]) -> None:
+        """Add objects by id to those that have been met, if none that can change is among both."""
+        if some_can_change([met[key] for key in met.keys() & more.keys()], self._main_by_name):
+            raise OverlapError
+        met.update(more)
 
 
 PackedModules: TypeAlias = dict[tuple[int, bool, frozenset[int]], Pickler]
@@ -197,6 +248,8 @@ class _NamePickler(Pickler):
             if obj.__module__ == "__main__" and not self._main_by_name:
                 raise _NeedsCodeError
         elif isinstance(obj, FunctionType):
+            if obj in _STAND_INS:
+                return NotImplemented
             name = name_of(obj, self._main_by_name)
             if name is None:
                 raise _NeedsCodeError
@@ -214,10 +267,16 @@ class _CodePickler(Pickler, CodePickler):
         self._with_globals = with_globals
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is FunctionType and obj in _STAND_INS:
+            return NotImplemented
         if isinstance(obj, (FunctionType, type)):
             name = name_of(obj, self._main_by_name)
             if name is not None and (name[2] or name[0] == "__main__"):
                 return find, name
+        elif type(obj) is CodeType and self.tensors.here and self._structures is not None:
+            # It stays in this process, where nobody can change it.
+            self.tensors.references.append(obj)
+            return unpickler.reference, (len(self.tensors.references) - 1,)
         elif type(obj) is Beginning:
             self.tensors.globals_of_code().begin(obj.variables, self.file.length)
             return enclosed, (obj.variables, End())
@@ -235,3 +294,7 @@ class _CodePickler(Pickler, CodePickler):
             elif slots["__globals__"]:
                 slots["__globals__"] = Beginning(slots["__globals__"])
         return reduced
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Call, Reply
 from torchopt_dist.distributed.serialization.long_bytes import Holes, reader
+from torchopt_dist.distributed.serialization.names import name_of
 from torchopt_dist.distributed.serialization.pickler import OverlapError, PackedModules, Structures, dump
 from torchopt_dist.distributed.serialization.plain import MARK, plain_skeleton, rebuilt
 from torchopt_dist.distributed.serialization.tensors import Tensors
@@ -43,16 +45,18 @@ def pack(
     ``modules`` are those packed before, which get more; ``here`` says that the message stays in this process. Raises
     ``SerializationError``, or ``ResidentError`` where a handle's value has been changed in place or freed.
     """
-    connects = type(value) is Call
+    connects, needs_code = type(value) is Call, False
+    if connects and type(function := value.payload.function) is FunctionType:
+        needs_code = name_of(function, main_by_name) is None
     tensors = Tensors(main_by_name, connects=connects, here=here)
     structures: Structures = {}
     packed: PackedModules = {} if modules is None else modules
-    plain = plain_skeleton(value, tensors)
+    plain = None if needs_code else plain_skeleton(value, tensors)
     if plain is not None:
         return message_of(plain, tensors)
     try:
         try:
-            pickler = dump(value, tensors, structures, packed)
+            pickler = dump(value, tensors, structures, packed, needs_code=needs_code)
             pickler.check_disjoint()
         except OverlapError:  # only one pickle keeps what is shared one
             structures = {}

@@ -6,15 +6,28 @@ import functools
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
+from torchopt_dist._types import TensorContainer
 from torchopt_dist.distributed.messages.references import ConnectedRRef
 
-__all__ = ["Held", "Unpickler", "array", "held", "itself", "module", "nothing", "reference", "tensor"]
+__all__ = [
+    "CopiedModule",
+    "Held",
+    "Unpickler",
+    "array",
+    "copied",
+    "held",
+    "itself",
+    "module",
+    "nothing",
+    "reference",
+    "tensor",
+]
 
 Held: TypeAlias = Callable[..., torch.Tensor]
 """What finds a leaf on a worker's own tensor; see ``HeldLeaves``."""
@@ -38,6 +51,7 @@ class Unpickler(pickle.Unpickler):
         self._found = {
             "tensor": tensors.__getitem__,
             "module": functools.partial(_rebuilt, structures, tensors, find_held),
+            "copied": functools.partial(_filled, references, tensors),
             "held": find_held or held,
             "reference": functools.partial(_referred, references, self.arrived),
         }
@@ -73,6 +87,28 @@ def _rebuilt(
     file, own = io.BytesIO(structures[structure]), [tensors[number] for number in numbers]
     found: nn.Module = Unpickler(file, own, find_held=find_held).load()
     return found
+
+
+class CopiedModule(NamedTuple):
+    """The copy of a module that stays in its process, beside a pickle; it is handed out once."""
+
+    module: nn.Module
+    places: list[tuple[TensorContainer, str, int]]
+    """A dictionary of the module, a name in it, and which of the module's tensors is there."""
+
+
+def copied(number: int, numbers: tuple[int, ...]) -> nn.Module:
+    """In a pickle: a :class:`CopiedModule`, by its number and those of its tensors, which an Unpickler finds."""
+    raise NotImplementedError(number, numbers)
+
+
+def _filled(
+    references: Sequence[Any], tensors: list[torch.Tensor], number: int, numbers: tuple[int, ...]
+) -> nn.Module:
+    found: CopiedModule = references[number]
+    for container, name, place in found.places:
+        container[name] = tensors[numbers[place]]
+    return found.module
 
 
 def reference(number: int, *carried: Any) -> Any:

@@ -121,7 +121,7 @@ class _Loss(torch.autograd.Function):
                 continue
             of_loss = output_grads[0].to(grad.dtype).reshape(-1)
             by_task = grad.reshape(of_loss.shape[0], -1)
-            made = of_loss[:, None] * by_task if is_own else of_loss @ by_task
+            made = of_loss[:, None] * by_task if is_own else by_task.t().mv(of_loss)
             made = made.reshape(given.shape)
             if torch.is_grad_enabled():  # with `create_graph=True`
                 connected: Any = _Gradient.apply
