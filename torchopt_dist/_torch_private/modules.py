@@ -24,8 +24,10 @@ def parameters_of(module: nn.Module) -> TensorContainer:
 
 def set_parameters(module: nn.Module, parameters: TensorContainer) -> None:
     """Put another dictionary in the place of :func:`parameters_of`, and fail as it does without the name."""
-    parameters_of(module)
-    vars(module)["_parameters"] = parameters
+    own = vars(module)
+    if "_parameters" not in own:
+        raise _missing(module, "_parameters")
+    own["_parameters"] = parameters
 
 
 def buffers_of(module: nn.Module) -> TensorContainer:

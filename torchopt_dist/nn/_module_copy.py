@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
+from torchopt_dist._types import TensorContainer
 from torchopt_dist.nn._held_tensors import held_tensors
 from torchopt_dist.nn._tensor_dicts import parts_of
 
@@ -74,6 +75,20 @@ class ModuleCopy:
                 for attribute in vars(part).values():
                     self._take_tensors_of(attribute)
         self.module = self._copied(module)
+
+    def places(self) -> tuple[list[Tensor], list[tuple[TensorContainer, str, int]]]:
+        """The copy's parameters and buffers, each once; the dictionaries, a name in each, and which tensor is there."""
+        seen: dict[int, int] = {}
+        tensors: list[Tensor] = []
+        places: list[tuple[TensorContainer, str, int]] = []
+        for part in parts_of(self.module):
+            for container in (parameters_of(part), buffers_of(part)):
+                for name, tensor in container.items():
+                    if tensor is not None:
+                        place = seen.setdefault(id(tensor), len(tensors))
+                        tensors += [tensor] if place == len(tensors) else []
+                        places.append((container, name, place))
+        return tensors, places
 
     def _copied(self, module: nn.Module) -> nn.Module:
         memo = self.memo

@@ -49,10 +49,9 @@ def parts_and_tensors(module: nn.Module) -> tuple[list[nn.Module], list[Tensor]]
     """``list(module.modules())`` and ``list(module.parameters())``, sooner."""
     parts = parts_of(module)
     kinds: set[Any] = {*map(type, parts)}
-    if (
-        any(kind.named_modules is not nn.Module.named_modules for kind in kinds)
-        or getattr(module.named_parameters, "__func__", None) is not nn.Module.named_parameters
-    ):
+    if {kind.named_modules for kind in kinds} != {nn.Module.named_modules} or getattr(
+        module.named_parameters, "__func__", None
+    ) is not nn.Module.named_parameters:
         return list(module.modules()), list(module.parameters())
     found = {id(t): t for part in parts for t in parameters_of(part).values() if t is not None}
     return parts, list(found.values())

@@ -37,11 +37,15 @@ def recorded_gradients(
         ValueError: the graph of the gradients would end in ``DTensor.from_local``.
     """
     nodes = _nodes([loss], leaves)
-    kinds = frozenset([kind.__name__ for kind in {*map(type, nodes)}])
-    normalizes, attends = _are_special(kinds)
+    normalizes, attends, redistributes = _are_special(
+        frozenset([kind.__name__ for kind in {*map(type, nodes)}])
+    )
+    if not (normalizes or attends or redistributes):
+        del nodes  # sooner while they are in the cache
+        return grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
     if normalizes:  # the loss may have a gradient in it
         mend(nodes)
-    with _refusing(nodes) if "_FromTorchTensorBackward" in kinds else nullcontext():
+    with _refusing(nodes) if redistributes else nullcontext():
         found = grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
     if normalizes or attends:
         nodes = _nodes([grad for grad in found if grad is not None], leaves)
@@ -52,9 +56,13 @@ def recorded_gradients(
 
 
 @lru_cache(maxsize=1024)
-def _are_special(kinds: frozenset[str]) -> tuple[bool, bool]:
-    """Whether some of the nodes of these kinds are of a normalization; whether some are of attention."""
-    return any(map(is_normalization, kinds)), any(map(is_attention, kinds))
+def _are_special(kinds: frozenset[str]) -> tuple[bool, bool, bool]:
+    """Whether some of the nodes of these kinds are of a normalization, of attention, of ``DTensor.from_local``."""
+    return (
+        any(map(is_normalization, kinds)),
+        any(map(is_attention, kinds)),
+        "_FromTorchTensorBackward" in kinds,
+    )
 
 
 def mend_recorded(grads: Sequence[Any], begins: Sequence[Any]) -> None:

@@ -127,7 +127,7 @@ def differentiable_step(
 
 
 def with_gradients_added(
-    impl: GradientTransformation, params: Sequence[Tensor], grads: Sequence[OptionalTensor]
+    impl: GradientTransformation, params: list[Tensor], grads: list[OptionalTensor]
 ) -> list[Tensor] | None:
     """The parameters that :func:`differentiable_step` makes, by one call of torch; ``None`` where that is not enough.
 
@@ -146,11 +146,12 @@ def with_gradients_added(
     kinds = {*map(type, params), *map(type, grads)}
     if not kinds <= _PLAIN_OR_NONE or foreach.runs_in_a_loop(params):
         return None
+    whole: Any = grads
+    if type(None) not in kinds:
+        return list(torch._foreach_add(params, whole, alpha=step.gradient_factor))
     places = present(grads)
-    whole = len(places) == len(grads)
-    given: Any = (params, grads) if whole else (pick(params, places), pick(grads, places))
-    moved: Any = torch._foreach_add(*given, alpha=step.gradient_factor)
-    made: list[Any] = list(moved) if whole else put(params, places, moved)
+    moved = torch._foreach_add(pick(params, places), pick(grads, places), alpha=step.gradient_factor)
+    made: list[Any] = put(params, places, moved)
     return made
 
 

@@ -53,6 +53,8 @@ def tensors_of_meta(meta: Any) -> list[Tensor]:
         TypeError: a leaf is something else.
     """
     found: list[Any] = []
+    if meta is None:
+        return found
     for leaf in [meta] if isinstance(meta, Tensor) else pytree.flatten(meta)[0]:
         if isinstance(leaf, nn.Module):
             found += [*leaf.parameters(), *leaf.buffers()]

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed import rpc
 
 from torchopt_dist._code_pickler import CodePickler
-from torchopt_dist._torch_private import buffers_of, parameters_of
 from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, enclosed
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
@@ -30,7 +29,6 @@ from torchopt_dist.distributed.serialization.parametrized import is_parametrized
 from torchopt_dist.distributed.serialization.shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.nn._module_copy import ModuleCopy
-from torchopt_dist.nn._tensor_dicts import parts_of
 
 __all__ = ["OverlapError", "PackedModules", "Pickler", "Structures", "dump"]
 
@@ -162,8 +160,7 @@ class Pickler(pickle.Pickler):
 
     def _take_out(self, module: nn.Module, structures: Structures) -> tuple[Any, tuple[Any, ...]]:
         """Pack a module by itself, unless it was; what stands for it: the numbers of its structure and its tensors."""
-        parts = parts_of(module)
-        family = {*map(id, parts)}
+        family = {id(part) for part in module.modules()}
         if family & self._taken_out:
             raise OverlapError
         self._taken_out |= family
@@ -192,17 +189,7 @@ class Pickler(pickle.Pickler):
     def _copied(self, copy: ModuleCopy) -> tuple[int, tuple[int, ...]]:
         """Take in a copied module, which stays in this process; its number, and those of its tensors."""
         self._copies.append(copy.memo)
-        found: dict[int, int] = {}
-        held: list[torch.Tensor] = []
-        places = []
-        for part in parts_of(copy.module):
-            for container in (parameters_of(part), buffers_of(part)):
-                for name, tensor in container.items():
-                    if tensor is not None:
-                        place = found.setdefault(id(tensor), len(held))
-                        if place == len(held):
-                            held.append(tensor)
-                        places.append((container, name, place))
+        held, places = copy.places()
         numbers = tuple(map(self.tensors.number, held))
         self.tensors.mark_buffers(held)
         self.tensors.references.append(unpickler.CopiedModule(copy.module, places))
