@@ -147,7 +147,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--meta-steps", type=int, default=100)
     parser.add_argument("--tasks", type=int, default=16, help="in a meta-step")
-    parser.add_argument("--inner-steps", type=int, default=30)
+    parser.add_argument("--inner-steps", type=int, default=15)
     parser.add_argument("--proximity", type=float, default=2.0, help="weight of the squared distance")
     parser.add_argument("--lr", type=float, default=5e-3, help="of the outer optimizer, Adam")
     parser.add_argument("--test-tasks", type=int, default=40)

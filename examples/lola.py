@@ -168,7 +168,7 @@ def draw(histories: dict[Any, Tensor], learned: dict[Any, Tensor], output: Path)
         for place, probability in enumerate(GAMES[game].should.tolist()):
             policies.plot([place - 0.35, place + 0.35], 2 * [probability], "0.4", linewidth=1)
         curves.set(xlabel="steps", ylabel="payoff a round", title=f"{game}: runs, and their mean")
-        curves.legend(loc="center right")
+        curves.legend(loc="upper right")
         policies.set(title="learned: median and quartiles", ylim=(-0.05, 1.05))
         heads = ["at first", *(("CC", "CD", "DC", "DD") if game == "dilemma" else ("HH", "HT", "TH", "TT"))]
         policies.set_xticks(range(5), heads)

@@ -116,9 +116,7 @@ def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
     optimizer = todist.Adam(model.parameters(), lr=args.outer_lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.meta_steps)
     sampler = tasks_of(classes, args, args.seed)
-    held_out = tasks_of(held_out_classes, args, seed=0).batch(
-        range(args.test_tasks)
-    )  # whatever the run's seed
+    held_out = tasks_of(held_out_classes, args, seed=0).batch(range(args.test_tasks))
     baselines = measured_baselines(model, classes, held_out, args) if args.baselines else {}
     if args.baselines and todist.get_world_size() > 1:
         compare_times(model, sampler.batch(range(args.tasks)), args)
@@ -126,18 +124,12 @@ def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
     start = time.perf_counter()
     if args.chaos:
         kill_workers(args.chaos)
-    history: History = []
-    state: dict[str, Any] = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "history": history,
-    }
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "history": []}
     done, checkpointer = 0, None
     if args.checkpoint:
         checkpointer = todist.Checkpointer(args.checkpoint, every=args.eval_every)
         done, state = checkpointer.restore(state)
-        history = state["history"]
+    history: History = state["history"]
     if not history:
         history.append({"meta_step": 0, **evaluated(model, held_out, 0, args)})
     steps = range(done + 1, args.meta_steps + 1)
@@ -202,10 +194,8 @@ def measured_baselines(
     for name, weights in (("random weights, adapted", model), ("ordinary training, adapted", ordinary)):
         with torch.no_grad():
             rates = (args.inner_lr / 3, args.inner_lr, args.inner_lr * 3)
-            tried = [
-                on_all(weights, held_out, rate, args.inner_steps).accuracy_after.item() for rate in rates
-            ]
-        found[name] = max(tried)
+            results = [on_all(weights, held_out, rate, args.inner_steps) for rate in rates]
+        found[name] = max(result.accuracy_after.item() for result in results)
         tqdm.write(f"{name}: held-out {found[name]:5.1%}")
     return found
 

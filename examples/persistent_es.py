@@ -180,7 +180,7 @@ def draw(thetas: dict[Run, Tensor], output: Path) -> None:
     left.axhline(-1 / 6, color="0.5", linestyle=":", label="best")
     left.set(xlabel="meta-step", ylabel="parameter", title="Influence balancing")
     right.set(xlabel="log first rate", ylabel="log last rate", title="Toy regression", ylim=(-5, 7))
-    left.legend()
+    left.legend(loc="center right", fontsize=8)
     right.legend(loc="upper left", fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=120)

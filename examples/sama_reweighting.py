@@ -168,9 +168,9 @@ def draw(found: dict[Run, Found], of: Any, args: argparse.Namespace) -> None:
     for place, way in enumerate(WAYS):
         heights = [of(noise, way, "accuracy").mean().item() for noise in args.noise]
         left.bar([spot + 0.2 * place - 0.3 for spot in range(len(args.noise))], heights, 0.2, label=way)
-    left.set(xlabel="wrong labels", ylabel="test accuracy", ylim=(0.5, 1), xticks=range(len(args.noise)))
+    left.set(xlabel="wrong labels", ylabel="test accuracy", ylim=(0.5, 1.07), xticks=range(len(args.noise)))
     left.set_xticklabels([f"{noise:.0%}" for noise in args.noise])
-    left.legend(ncols=2, loc="lower left")
+    left.legend(ncols=4, loc="upper center", fontsize=8)
     for color, noise in enumerate(args.noise):
         for way, line in (("Recorded()", "--"), ("SAMA()", "-")):
             curve, label = found[Run(noise, way, 0)].curve.tolist(), f"{noise:.0%} wrong, {way}"
