@@ -6,7 +6,7 @@
 In ``maml_digits.py`` each task, with its whole inner loop, runs on one worker. Here there is one large task: the inner
 loss is a mean over a thousand images. A *team* of all workers runs its inner loop: each has the same parameters and its
 part of the images, and in each step the gradients are averaged. The outer gradient goes back through these steps, to
-second order. It learns an initialization of a network of four convolutions of 96 filters, as MAML's, and a learning
+second order. It learns an initialization of a network of four convolutions of 64 filters, as MAML's, and a learning
 rate for each tensor, from which five steps of plain gradient descent classify handwritten digits. The baseline takes
 five steps from the initialization before learning, at the best of five rates.
 
@@ -42,9 +42,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Learn an initialization and learning rates through an inner loop on all workers."
     )
-    parser.add_argument("--meta-steps", type=int, default=25, help="outer steps (default: %(default)s)")
+    parser.add_argument("--meta-steps", type=int, default=40, help="outer steps (default: %(default)s)")
     parser.add_argument("--inner-steps", type=int, default=5, help="inner steps (default: %(default)s)")
-    parser.add_argument("--filters", type=int, default=96, help="filters of a layer (default: %(default)s)")
+    parser.add_argument("--filters", type=int, default=64, help="filters of a layer (default: %(default)s)")
     parser.add_argument(
         "--images", type=int, default=1000, help="of the inner loss, at most 1000 (default: %(default)s)"
     )
@@ -109,7 +109,7 @@ def train(args: argparse.Namespace, write: todist.typing.WriteScalars) -> None:
 
     model = network(args.filters)
     log_rates = {name: torch.tensor(0.1).log().requires_grad_() for name, _ in model.named_parameters()}
-    optimizer = torch.optim.Adam([*model.parameters(), *log_rates.values()], lr=0.005)
+    optimizer = torch.optim.Adam([*model.parameters(), *log_rates.values()], lr=0.01)
 
     # One task, of rank 0, for a team of all workers; in one process it is a plain call.
     on_all = todist.parallelize(0, todist.mean_reducer, team=todist.get_world_size())(after_adaptation)
