@@ -107,6 +107,36 @@ def test_gradients_that_a_function_leaves_on_the_worker_are_told_and_are_errors_
     world(2).on_zero(body)
 
 
+def trains_and_returns_the_loss(net, x):
+    optimizer = torch.optim.SGD(todist.module_clone(net).parameters(), lr=0.1)
+    net(x).square().mean().backward()
+    optimizer.step()
+    return net(x).square().mean()
+
+
+def trains_a_deep_copy(net, x):
+    return trains_and_returns_the_loss(todist.module_clone(net, by="deepcopy"), x)
+
+
+def test_optimizers_of_torch_that_step_on_what_a_task_has_received_are_told():
+    def body():
+        net, x = nn.Linear(3, 2), torch.ones(2, 4, 3)
+        text = r"`trains_and\w*` has changed .*: args\[0\]\.weight, args\[0\]\.bias\. But {}no gradient .*MetaSGD"
+        all_tasks = todist.parallelize(todist.tasks, todist.mean_reducer)
+        with pytest.warns(UserWarning, match=text.format("each task .* left, and ")):
+            all_tasks(trains_and_returns_the_loss)(net, x)
+        with pytest.warns(
+            UserWarning, match=r"But each task on a worker begins with what the one before has left: "
+        ):
+            all_tasks(trains_what_it_has_received)(net, x)
+        one = {"partitioner": 0, "args": (net, x[0]), "strict": True}
+        with pytest.raises(RuntimeError, match=text.format("")):
+            todist.remote_sync_call(trains_and_returns_the_loss, **one)
+        all_tasks(trains_a_deep_copy)(net, x)
+
+    todist.auto_init_rpc()(body)()
+
+
 def test_a_share_that_is_not_isolated_leaves_gradients_at_the_caller():
     def body():
         net, x = nn.Linear(3, 2), torch.ones(4, 3)

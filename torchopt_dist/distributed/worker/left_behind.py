@@ -1,9 +1,10 @@
 """A call's payload, while it runs → what its tasks leave on this worker that the caller does not get, as a warning.
 
-Three things stay on a worker. Gradients of its own parameters: a function that is sent by its name uses the worker's
+Four things stay on a worker. Gradients of its own parameters: a function that is sent by its name uses the worker's
 global variables, those that go with a function's code are the worker's, too, and the graph of a call ends at the
 tensors of its message. Gradients in ``.grad``: tasks work on copies, and a ``backward()`` inside of one writes there.
-And buffers that a task has changed. This takes time, so it is looked at once a function, unless the call is strict.
+Steps of an optimizer of torch's, which change the copies in place. And buffers that a task has changed. This takes
+time, so it is looked at once a function, unless the call is strict.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class LeftBehind:
         tree: Any = values
         returned: list[Any] = optree.tree_leaves(tree)
         lost, uses_made = self._lost_gradients(returned)
-        found = [text for text in (lost, self._changed_buffers(), self._left_gradients(returned)) if text]
+        told = (lost, self._changed_buffers(), self._changed_inputs(returned), self._left_gradients(returned))
+        found = [text for text in told if text]
         once_more = ("once more", code_of(function))
         known.add(once_more if uses_made and not found and once_more not in known else code_of(function))
         text = ". ".join(found)
@@ -141,6 +143,29 @@ class LeftBehind:
             f"{_name(self._payload.function)} calls `backward()` on a worker, where the gradients of what it has "
             f"received stay: {_listed(lost)}. The caller does not get them: return the loss and call `backward()` "
             "outside of the function, or return the gradients"
+        )
+
+    def _changed_inputs(self, returned: list[Any]) -> str | None:
+        """About inputs changed in place that several tasks share, or from which results with a gradient come."""
+        changed = {id(self._inputs.tensors[number]) for number in self._inputs.changed()}
+        if not changed:
+            return None
+        names: dict[int, str] = {}
+        shared = False
+        for args, kwargs in self._payload.tasks:
+            found = [*_tensors_in("args", args), *_tensors_in("kwargs", kwargs)]
+            own = {id(tensor): where for where, tensor in found if id(tensor) in changed}
+            shared |= not own.keys().isdisjoint(names)
+            names = {**own, **names}
+        connected = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in returned)
+        if not names or not (shared or connected):
+            return None
+        why = ["each task on a worker begins with what the one before has left"] if shared else []
+        why += ["no gradient goes back through such a step"] if connected else []
+        return (
+            f"{_name(self._payload.function)} has changed in place what it has received, as an optimizer of torch's "
+            f"does: {_listed([*names.values()])}. But {', and '.join(why)}: adapt a copy by `todist.module_clone` and "
+            "`todist.MetaSGD`, or train a `copy.deepcopy`"
         )
 
     def _changed_buffers(self) -> str | None:
