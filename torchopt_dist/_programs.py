@@ -93,7 +93,7 @@ class Program:
         if captured:
             torch.compiler.cudagraph_mark_step_begin()  # nobody holds results of earlier calls, but copies
         if not self.has_run:
-            _tell(f"compiling {self._name}, which takes some 10 to 60 s at its first call")
+            _tell(f"compiling {self._name}, which takes some 10 to 65 s at its first call")
         try:
             with tracing_gradients():
                 made = self._compiled(*arguments)
