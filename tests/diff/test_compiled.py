@@ -458,7 +458,7 @@ def test_the_log_says_that_a_loop_is_compiled_and_for_how_long(caplog: pytest.Lo
     with caplog.at_level("INFO", logger="torchopt_dist"):
         todist.inner_loop(lambda w: (w**2).sum(), todist.sgd(lr=0.25), w, 2, compile=True)
     said = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist"]
-    assert said[0] == "compiling an inner loop, which takes some 10 to 60 s at its first call"
+    assert said[0] == "compiling an inner loop, which takes some 10 to 65 s at its first call"
     assert re.fullmatch(r"compiled an inner loop in \d+\.\d s", said[1])
 
 
