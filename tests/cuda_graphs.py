@@ -18,10 +18,12 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let programs be traced only, and run as CUDA graphs where they ask for it; the graphs that do."""
     made: list[Any] = []
 
-    def compile(graph: Any, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    def compile(
+        graph: Callable[..., Any], inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> Callable[..., Any]:
         del inputs
         if not options["triton.cudagraphs"]:
-            return graph  # type: ignore[no-any-return]
+            return graph
         made.append(graph)
         return _Captured(graph)
 
