@@ -17,9 +17,9 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
-import optree
 import torch
 
+from torchopt_dist import pytree
 from torchopt_dist._torch_private import tracing_gradients
 
 __all__ = ["CompileMode", "Program", "check_mode", "code_of", "how_to_compile"]
@@ -98,7 +98,7 @@ class Program:
             with tracing_gradients():
                 made = self._compiled(*arguments)
             if captured:
-                made = optree.tree_map(_copied, made, none_is_leaf=True)
+                made = pytree.map_tensors(torch.clone, made)
         except Exception as error:
             made = otherwise()
             self._is_refused = True
@@ -159,10 +159,6 @@ def _checked(
     """What a backend makes of a graph, after a look at it."""
     check(graph)
     return backend(graph, inputs)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def code_of(function: Any) -> Any:

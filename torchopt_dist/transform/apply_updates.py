@@ -147,9 +147,8 @@ def with_gradients_added(
     if not kinds <= _PLAIN_OR_NONE or foreach.runs_in_a_loop(params):
         return None
     whole: Any = grads
-    if (
-        len(params) == 1 and whole[0] is not None
-    ):  # which keeps no tensor for the backward pass, and the next one does
+    if len(params) == 1 and whole[0] is not None:
+        # This keeps no tensor for the backward pass, as `_foreach_add` does.
         return [params[0].add(whole[0], alpha=step.gradient_factor)]
     if type(None) not in kinds:
         return list(torch._foreach_add(params, whole, alpha=step.gradient_factor))

@@ -41,7 +41,11 @@ def trace_only(compiles: list[Any] | None = None) -> None:
             compiles.append(graph)
         return graph
 
-    _programs.how_to_compile = lambda _constant, **_: {"backend": backend}  # type: ignore[assignment]
+    def traced(constant: tuple[str, ...], *, captured: bool = False) -> dict[str, Any]:
+        del constant, captured
+        return {"backend": backend}
+
+    _programs.how_to_compile = traced
     compiled._programs.cache_clear()
     torch.compiler.reset()
     warnings.filterwarnings("error", message=".*compile=True")
