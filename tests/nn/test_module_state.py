@@ -13,7 +13,7 @@ from torchopt_dist.nn import (
     recover_state_dict,
     stop_gradient,
 )
-from torchopt_dist.nn._tensor_dicts import parts_and_parameters, parts_and_tensors
+from torchopt_dist.nn._tensor_dicts import parts_and_parameters
 
 MODES = ["reference", "ref", "copy", "clone", "deepcopy"]
 
@@ -361,9 +361,6 @@ def test_one_walk_finds_what_torch_finds_in_its_order(make):
         module[2].add_module("again", module[0].first)
     parts, named = parts_and_parameters(module)
     assert list(map(id, parts)) == list(map(id, module.modules()))
-    parts, tensors = parts_and_tensors(module)
-    assert list(map(id, parts)) == list(map(id, module.modules()))
-    assert list(map(id, tensors)) == list(map(id, module.parameters()))
     assert [(name, id(p)) for name, p in named.items()] == [
         (name, id(p)) for name, p in dict(module.named_parameters()).items()
     ]

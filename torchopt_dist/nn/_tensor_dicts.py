@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
 from torchopt_dist._types import TensorContainer
 
-__all__ = [
-    "buffer_containers",
-    "parameter_containers",
-    "parts_and_parameters",
-    "parts_and_tensors",
-    "parts_of",
-    "replace",
-]
+__all__ = ["buffer_containers", "parameter_containers", "parts_and_parameters", "parts_of", "replace"]
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -43,18 +36,6 @@ def parameter_containers(module: nn.Module) -> list[TensorContainer]:
 def buffer_containers(module: nn.Module) -> list[TensorContainer]:
     """The live dicts of buffers, also non-persistent ones, one for each sub-module in the order of ``modules()``."""
     return [buffers_of(part) for part in module.modules()]
-
-
-def parts_and_tensors(module: nn.Module) -> tuple[list[nn.Module], list[Tensor]]:
-    """``list(module.modules())`` and ``list(module.parameters())``, sooner."""
-    parts = parts_of(module)
-    kinds: set[Any] = {*map(type, parts)}
-    if {kind.named_modules for kind in kinds} != {nn.Module.named_modules} or getattr(
-        module.named_parameters, "__func__", None
-    ) is not nn.Module.named_parameters:
-        return list(module.modules()), list(module.parameters())
-    found = {id(t): t for part in parts for t in parameters_of(part).values() if t is not None}
-    return parts, list(found.values())
 
 
 def parts_and_parameters(module: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]]:

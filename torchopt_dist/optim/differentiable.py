@@ -102,17 +102,18 @@ class DifferentiableOptimizer(MetaOptimizer):
         return made
 
     def _move(
-        self, index: int, params: list[Tensor], grads: list[OptionalTensor]
+        self, index: int, params: dict[str, Tensor], grads: list[OptionalTensor]
     ) -> tuple[list[Tensor], OptState]:
-        state: Any = self._state_for(index, params)
-        names = [name for name, _ in self.modules[index].named_parameters()]
+        leaves = list(params.values())
+        state: Any = self._state_for(index, leaves)
         places = present(grads)
         if not places:
-            return params, state
+            return leaves, state
+        names = list(params)
         own = [names[place] for place in places]
-        given = [pick(params, places), pick(grads, places), [state[name] for name in own]]
+        given = [pick(leaves, places), pick(grads, places), [state[name] for name in own]]
         moved, states = self._impls[index].move(*given)
-        after: list[Any] = put(params, places, moved)
+        after: list[Any] = put(leaves, places, moved)
         return after, {**state, **dict(zip(own, states, strict=True))}
 
     def _first_state(self, index: int) -> OptState:

@@ -217,21 +217,23 @@ class MetaOptimizer:
                 loss = loss()
         else:
             need_gradients()
-        parts, groups = zip(*map(_tensor_dicts.parts_and_tensors, self.modules), strict=True)
+        parts, groups = zip(*map(_tensor_dicts.parts_and_parameters, self.modules), strict=True)
         create_graph = recorded and not first_order
         usual = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         recording = NoRecomputation(chain(*parts)) if create_graph else nullcontext()
         with nullcontext() if usual else with_gradients(), recording:
-            found = gradients(loss, [*chain(*groups)], create_graph=create_graph, retain_graph=True)
+            leaves = [p for params in groups for p in params.values()]
+            found = gradients(loss, leaves, create_graph=create_graph, retain_graph=True)
         with nullcontext() if usual and recorded else with_gradients(recorded):
             for index, params in enumerate(groups):
                 own, found = found[: len(params)], found[len(params) :]
                 moved, state = self._move(index, params, own)
                 if not recorded:
-                    moved = [new if new is old else leaf(new) for new, old in zip(moved, params, strict=True)]
+                    pairs = zip(moved, params.values(), strict=True)
+                    moved = [new if new is old else leaf(new) for new, old in pairs]
                     state = pytree.map_tensors(torch.detach, state)
                 self._states[index] = state
-                _tensor_dicts.replace(parts[index], dict(zip(map(id, params), moved, strict=True)))
+                _tensor_dicts.replace(parts[index], dict(zip(map(id, params.values()), moved, strict=True)))
 
     def run(
         self,
@@ -309,17 +311,16 @@ class MetaOptimizer:
             yield
 
     def _move(
-        self, index: int, params: list[Tensor], grads: list[OptionalTensor]
+        self, index: int, params: dict[str, Tensor], grads: list[OptionalTensor]
     ) -> tuple[list[Tensor], OptState]:
-        """Parameters of a group, a gradient each → moved ones, and the group's next state."""
-        impl, state = self._impls[index], self._state_for(index, params)
-        if (added := with_gradients_added(impl, params, grads)) is not None:
+        """Parameters of a group by name, a gradient each → moved ones, and the group's next state."""
+        leaves = list(params.values())
+        impl, state = self._impls[index], self._state_for(index, leaves)
+        if (added := with_gradients_added(impl, leaves, grads)) is not None:
             return added, state
-        names = list(_tensor_dicts.parts_and_parameters(self.modules[index])[1])
-        by_name, own = dict(zip(names, params, strict=True)), dict(zip(names, grads, strict=True))
         moved: Any
-        moved, state = differentiable_step(impl, by_name, own, state)
-        return [moved[name] for name in names], state
+        moved, state = differentiable_step(impl, params, dict(zip(params, grads, strict=True)), state)
+        return [moved[name] for name in params], state
 
     def state_dict(self) -> dict[str, Any]:
         """The states as ``{'state': [{where: tensor}, ...]}``, a dict for each group, for ``torch.save``.
