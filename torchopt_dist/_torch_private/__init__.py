@@ -7,7 +7,12 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
-from torchopt_dist._torch_private.compiler import gradients_are_traced, traced_samples, tracing_gradients
+from torchopt_dist._torch_private.compiler import (
+    gradients_are_traced,
+    traced_leaf,
+    traced_samples,
+    tracing_gradients,
+)
 from torchopt_dist._torch_private.engine import (
     advance_sequence_numbers,
     asking_thread,
@@ -42,8 +47,10 @@ from torchopt_dist._torch_private.interpreter import (
     profiler_is_on,
 )
 from torchopt_dist._torch_private.modules import (
+    attributes_of,
     buffers_of,
     children_of,
+    note_attributes,
     parameters_of,
     set_parameters,
 )
@@ -82,6 +89,7 @@ __all__ = [
     "advance_sequence_numbers",
     "apply_function",
     "asking_thread",
+    "attributes_of",
     "autocast_is_on",
     "batch_of",
     "batched",
@@ -117,6 +125,7 @@ __all__ = [
     "memory_is_shared",
     "nccl_group",
     "next_sequence_number",
+    "note_attributes",
     "outside_of_transforms",
     "parameters_of",
     "profiler_is_on",
@@ -131,6 +140,7 @@ __all__ = [
     "tensorpipe_options_with_sockets",
     "tensors_entering",
     "time_out_of",
+    "traced_leaf",
     "traced_samples",
     "tracing_gradients",
     "transform_level",

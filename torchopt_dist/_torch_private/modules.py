@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -44,6 +46,33 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
         return module._modules
     except AttributeError:
         raise _missing(module, "_modules") from None
+
+
+_COMPILER_LISTS = torch.__version__ >= (2, 13)
+_names: dict[type, tuple[str, ...]] = {}
+"""For each class the names of its modules' attributes, where the compiler cannot list them itself."""
+
+
+def note_attributes(module: nn.Module) -> None:
+    """Note the names of what a module and those below it have, for :func:`attributes_of` where it is traced."""
+    if _COMPILER_LISTS:
+        return
+    for part in module.modules():
+        before = _names.get(type(part), ())
+        _names[type(part)] = (*before, *(name for name in vars(part) if name not in before))
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a module has by name, as the compiler can trace it; before 2.13 torch's lists no names of a module.
+
+    Raises:
+        NotImplementedError: the compiler cannot list them, and nobody has noted them.
+    """
+    if _COMPILER_LISTS:
+        return module.__dict__
+    if type(module) not in _names:
+        raise NotImplementedError(f"the compiler of torch {torch.__version__} cannot list what a module has")
+    return {name: module.__dict__[name] for name in _names[type(module)] if name in module.__dict__}
 
 
 def _missing(module: nn.Module, name: str) -> RuntimeError:
