@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    # torch 2.11 at the second run of a captured program, beside a graph that was made before
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
 ]
 MODES: list[Any] = [True, "reduce-overhead"]
 ADJOINTS = {

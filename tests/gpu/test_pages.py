@@ -37,7 +37,8 @@ def test_programs_of_the_pages_run_there(page: str, tmp_path: Path) -> None:
     done = python(path, timeout=100)
     assert done.returncode == 0, done.stderr
     check_output(program, done.stdout)
-    check_output(program, torchrun("--nproc_per_node=2", path, warm=not GPU, timeout=100))
+    size = GPUS if GPU and page == "gpus" else 2  # that page has a worker for each GPU
+    check_output(program, torchrun(f"--nproc_per_node={size}", path, warm=not GPU, timeout=100))
 
 
 def use_own_gpu() -> None:

@@ -48,7 +48,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
         raise _missing(module, "_modules") from None
 
 
-_COMPILER_LISTS = torch.__version__ >= (2, 13)
+_COMPILER_LISTS = torch.__version__ >= "2.13"  # by numbers: a `TorchVersion`
 _names: dict[type, tuple[str, ...]] = {}
 """For each class the names of its modules' attributes, where the compiler cannot list them itself."""
 

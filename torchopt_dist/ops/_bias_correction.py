@@ -49,9 +49,9 @@ def on_device(counts: list[Tensor], device: torch.device) -> list[Tensor]:
     if all(count.device == device and count.dtype == torch.float32 for count in counts):
         return counts
     numbers = values(counts)
-    if isinstance(numbers, list):
-        return list(torch.tensor(numbers, dtype=torch.float32).to(device).unbind())
-    return [torch.full((), numbers, dtype=torch.float32, device=device)] * len(counts)  # waits for no copy
+    if isinstance(numbers, (int, float)):
+        return [torch.full((), numbers, dtype=torch.float32, device=device)] * len(counts)  # waits for no copy
+    return list(torch.tensor(numbers, dtype=torch.float32).to(device).unbind())
 
 
 def values(counts: Sequence[Tensor]) -> Factors:
