@@ -35,10 +35,10 @@ _ENTRIES = 128
 _IMPLICIT = frozenset(
     (
         *("forward", "__call__", "__getitem__", "__iter__", "__next__", "__len__", "__contains__"),
-        *("__getattr__", "__enter__", "__exit__"),
+        *("__getattr__", "__enter__", "__exit__", "objective", "optimality"),
     )
 )
-"""Methods that are called without their names."""
+"""Methods that Python, torch or this package calls, not the function that is bound."""
 _REGISTERS = frozenset(("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"))
 _OF_MODULES = frozenset(vars(nn.Module())) - _REGISTERS - {"training"}
 """Attributes of every module that mean nothing for what its forward computes."""
@@ -48,6 +48,13 @@ _PLAIN_MODULES = ("torch.nn.", "torch.ao.nn.")
 
 def bind(function: Callable[..., Any]) -> Bound:
     """A function → the same function, which can run again later; see :class:`Bound`."""
+    # A compiler goes on after this: it would look into names that it cannot follow.
+    make = torch.compiler.disable(_bind) if torch.compiler.is_compiling() else _bind
+    bound: Bound = make(function)
+    return bound
+
+
+def _bind(function: Callable[..., Any]) -> Bound:
     return Bound(function, Bindings(function))
 
 
@@ -177,8 +184,18 @@ class Bound:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
         return _itself, (self._bindings.again(self.__wrapped__),)
 
+    @property
+    def is_the_same(self) -> bool:
+        """Whether the function itself does what it did at the call."""
+        return self._bindings.again(self.__wrapped__) is self.__wrapped__
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """See :attr:`Bindings.tensors`."""
+        return self._bindings.tensors
+
     def settle(self) -> None:
-        """See :meth:`Bindings.settle`, where no other function has the same bindings."""
+        """See :meth:`Bindings.settle`."""
         self._bindings.settle()
 
 
@@ -472,7 +489,11 @@ class _Copies:
             return self._filled(node, ModuleType(thing.__name__))
         if isinstance(thing, type) or not _consists_of_attributes(kind) or id(kind) in self._leading:
             self._refuse(node)
-        return self._filled(node, object.__new__(kind))
+        try:
+            made = object.__new__(kind)
+        except TypeError:  # more than attributes: a class that is written in C
+            self._refuse(node)
+        return self._filled(node, made)
 
     def _function(self, node: _Node) -> Any:
         function = node.thing
@@ -539,8 +560,8 @@ class _Copies:
                     waiting.append((self._nodes[id(thing)], _name(thing)))
         raise RuntimeError(
             f"`{name}`, which `{where}` reads, has been bound anew between the call and the backward pass, which calls "
-            f"`{where}` again: give it to the function as an argument, or as an attribute of the object whose method "
-            "it is"
+            f"`{where}` again. What a class, a method of one or a cached function reads cannot be kept: make "
+            f"`{name}` an argument, a variable that the function itself closes over, or an attribute of an object"
         )
 
 
@@ -584,7 +605,7 @@ def _consists_of_attributes(cls: type) -> bool:
     )
     module = cls.__module__ + "."
     is_torchs = module.startswith("torch.") and not module.startswith(_PLAIN_MODULES)
-    return getattr(cls, "__new__", None) is object.__new__ and not (has_slots or is_torchs)
+    return not (has_slots or is_torchs)
 
 
 def _has_entries(container: Any, entries: Any) -> bool:

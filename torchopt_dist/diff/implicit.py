@@ -21,6 +21,7 @@ from torchopt_dist._options import hinted
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import LinearSolver, OptionalTensor, TensorTree
 from torchopt_dist._vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
+from torchopt_dist.core.binding import bind
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
 from torchopt_dist.linear_solve.solver import Solver
@@ -105,7 +106,9 @@ def custom_root(
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(f"with `has_aux` the solver must return a pair, got {type(result).__name__}")
             solution, *aux = result if has_aux else (result,)
-            attached = attach(optimality_fn, solution, others, named, [n - 1 for n in places], solver)
+            equation = bind(optimality_fn)
+            equation.settle()
+            attached = attach(equation, solution, others, named, [n - 1 for n in places], solver)
             return (attached, *aux) if has_aux else attached
 
         return solved
