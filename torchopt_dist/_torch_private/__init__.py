@@ -7,7 +7,12 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
-from torchopt_dist._torch_private.compiler import gradients_are_traced, traced_samples, tracing_gradients
+from torchopt_dist._torch_private.compiler import (
+    gradients_are_traced,
+    original_of,
+    traced_samples,
+    tracing_gradients,
+)
 from torchopt_dist._torch_private.engine import (
     advance_sequence_numbers,
     asking_thread,
@@ -28,8 +33,10 @@ from torchopt_dist._torch_private.graph import (
     forward_mode_is_active,
     has_hooks,
     is_batched_gradient,
+    is_refusal,
     is_used_up,
     memory_is_shared,
+    once_differentiable_name,
     tensor_version,
     tensors_entering,
 )
@@ -42,6 +49,7 @@ from torchopt_dist._torch_private.interpreter import (
     profiler_is_on,
 )
 from torchopt_dist._torch_private.modules import (
+    attributes_for_forward,
     buffers_of,
     children_of,
     parameters_of,
@@ -82,6 +90,7 @@ __all__ = [
     "advance_sequence_numbers",
     "apply_function",
     "asking_thread",
+    "attributes_for_forward",
     "autocast_is_on",
     "batch_of",
     "batched",
@@ -111,12 +120,15 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
+    "is_refusal",
     "is_used_up",
     "leave_finalizers",
     "left_to_python",
     "memory_is_shared",
     "nccl_group",
     "next_sequence_number",
+    "once_differentiable_name",
+    "original_of",
     "outside_of_transforms",
     "parameters_of",
     "profiler_is_on",

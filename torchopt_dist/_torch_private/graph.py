@@ -12,9 +12,13 @@ import optree
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from torchopt_dist._torch_private.lookup import find
 from torchopt_dist._torch_private.transforms import transforms_are_active
+
+_ONCE = once_differentiable(lambda _: None).__code__
+"""The code of every backward that is so marked."""
 
 
 def tensor_version(tensor: Tensor) -> int | None:
@@ -144,6 +148,32 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if unwrap is None or transforms_are_active():
         return super(function, function).apply(*args)  # type: ignore[misc]
     return super(torch.autograd.Function, function).apply(*unwrap(args))  # type: ignore[misc]
+
+
+def once_differentiable_name(kind: type) -> str | None:
+    """The name of the autograd function whose nodes are of a class, if its backward is marked as differentiable once.
+
+    Without the name of the function's class there is none: a second derivative that torch refuses may then be left out
+    of a gradient without an error.
+    """
+    if not issubclass(kind, BackwardCFunction):
+        return None
+    function = getattr(kind, "_forward_cls", None)
+    for way in ("backward", "vjp"):
+        backward = getattr(function, way, None)
+        while backward is not None:
+            if getattr(backward, "__code__", None) is _ONCE:
+                return str(getattr(function, "__qualname__", function))
+            backward = getattr(backward, "__wrapped__", None)
+    return None
+
+
+def is_refusal(node: Any) -> bool:
+    """Whether a node is one that torch puts behind what must not be differentiated again: it raises when it is reached.
+
+    Without its name the answer is always no, with the same consequence.
+    """
+    return type(node).__name__ == "Error"
 
 
 def ends_gradients_graph(node: Any, gradients: Sequence[Any]) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist._torch_private import attributes_for_forward, original_of
 from torchopt_dist._versions import Seen
 
 __all__ = ["Bindings", "Bound", "bind"]
@@ -39,9 +40,6 @@ _IMPLICIT = frozenset(
     )
 )
 """Methods that Python, torch or this package calls, not the function that is bound."""
-_REGISTERS = frozenset(("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"))
-_OF_MODULES = frozenset(vars(nn.Module())) - _REGISTERS - {"training"}
-"""Attributes of every module that mean nothing for what its forward computes."""
 _PLAIN_MODULES = ("torch.nn.", "torch.ao.nn.")
 """Where torch's modules are that consist of their attributes; others wrap compiled code or collectives."""
 
@@ -275,10 +273,11 @@ class _Walk:
             self._node(thing, _parts_of(thing))
         elif isinstance(thing, nn.Module):
             node = self._object(thing, vars(thing))
-            for name in vars(thing).keys() - _OF_MODULES:
+            names, registers = attributes_for_forward(thing)
+            for name in names:
                 self._name(node, vars(thing), name)
-                if name in _REGISTERS:
-                    self._entries(vars(thing)[name])
+            for register in registers:
+                self._entries(register)
         elif isinstance(thing, (type, ModuleType)):
             if self._is_users(thing.__name__ if kind is ModuleType else thing.__module__):
                 self._object(thing, vars(thing))
@@ -309,7 +308,7 @@ class _Walk:
         node.names[name] = self._place(own, name, own[name])
 
     def _function(self, function: FunctionType) -> None:
-        compiled = vars(function).get("_torchdynamo_orig_callable")
+        compiled = original_of(function)
         if compiled is not None:
             self._node(function, [compiled])
             return
@@ -497,8 +496,9 @@ class _Copies:
 
     def _function(self, node: _Node) -> Any:
         function = node.thing
-        if "_torchdynamo_orig_callable" in vars(function):
-            return self.of(node.parts[0])
+        compiled = original_of(function)
+        if compiled is not None:
+            return self.of(compiled)
         cells = list(function.__closure__ or ())
         replaced = [(place, number) for place, number in node.cells.items() if self._is_other(number)]
         for place, _ in replaced:
