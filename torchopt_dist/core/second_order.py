@@ -134,12 +134,15 @@ def guarded(
     ]
 
 
-def refuse_left_out(outputs: Iterable[Tensor]) -> None:
+def refuse_left_out(outputs: Iterable[Tensor]) -> list[Any]:
     """Raise where a gradient of given inputs would leave out what a backward pass to all leaves refuses.
 
     Args:
         outputs: the tensors to differentiate. Gradients that :func:`guarded` has returned refuse by themselves, for
             those inputs of which something would be missing.
+
+    Returns:
+        The nodes of their graph, up to such gradients.
 
     Raises:
         RuntimeError: they depend on a gradient that must not be differentiated.
@@ -155,6 +158,7 @@ def refuse_left_out(outputs: Iterable[Tensor]) -> None:
             if following not in seen:
                 seen.add(following)
                 waiting.append(following)
+    return waiting
 
 
 def _behind(nodes: Iterable[Any]) -> set[tuple[Any, int]]:
