@@ -137,6 +137,17 @@ def test_a_function_that_is_differentiable_once_is_refused(way, name, function, 
 
 
 @pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("order", [1, 2])
+def test_an_implicit_gradient_is_refused(name, order):
+    x, w = leaves()
+    value = by_loop(LAST[name](Cube.apply), todist.Implicit(not_converged="ignore"))(x, w)
+    with pytest.raises(
+        RuntimeError, match="twice a function that was marked with @once_differentiable, `Cube`"
+    ):
+        torch.autograd.grad(value, w, create_graph=order == 2)
+
+
+@pytest.mark.parametrize("name", LAST)
 @pytest.mark.parametrize("way", ["recorded", "replayed from snapshots", "implicit"])
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_function_of_operations_is_not(way, name):
@@ -165,6 +176,22 @@ def test_what_takes_no_second_derivative_is_as_with_operations(way, name):
         found.append(torch.autograd.grad(value, (x, w), allow_unused=True))
     torch.testing.assert_close(*found)
     assert any(one is not None for one in found[0])
+
+
+@pytest.mark.parametrize("wanted", ["all", "w"])
+@pytest.mark.parametrize("name", LAST)
+@pytest.mark.parametrize("way", ["recorded", "replayed from snapshots", "MetaSGD"])
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
+def test_in_vmap_too(way, name, wanted):
+    loss = LAST[name](CubeForTransforms.apply)
+    _, w = leaves()
+
+    def task(x: Tensor) -> Tensor:
+        return (by_steps(loss) if way == "MetaSGD" else by_loop(loss, ALL[way]))(x + 0 * w, w)
+
+    value = torch.vmap(task)(torch.tensor([[0.3, -0.8], [0.5, 0.2]], **D)).sum()
+    with pytest.raises(RuntimeError, match=r"twice .* @once_differentiable, `CubeForTransforms`"):
+        value.backward() if wanted == "all" else torch.autograd.grad(value, w)
 
 
 def test_first_derivatives_of_recorded_steps_are_right():

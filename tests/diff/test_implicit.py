@@ -500,3 +500,29 @@ def test_a_tensor_of_an_equation_that_was_changed_in_place_is_an_error():
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_an_equation_that_torch_must_not_differentiate_is_an_error(order):
+    """A backward pass differentiates it for its arguments, which torch's own refusal is not behind."""
+
+    def equation(z, w):
+        loss = (w * Once.apply(z)).sum() + (z**2).sum() / 2
+        return torch.autograd.grad(loss, z, create_graph=True)[0]
+
+    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+    z = custom_root(equation, argnums=1)(lambda init, w: init.requires_grad_())(torch.zeros_like(w), w)
+    with pytest.raises(RuntimeError, match="twice a function that was marked with @once_differentiable"):
+        torch.autograd.grad(z.sum(), w, create_graph=order == 2)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()

@@ -153,19 +153,26 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 def once_differentiable_name(kind: type) -> str | None:
     """The name of the autograd function whose nodes are of a class, if its backward is marked as differentiable once.
 
+    Inside ``torch.func`` torch makes another class of it, whose backward closes over the function.
+
     Without the name of the function's class there is none: a second derivative that torch refuses may then be left out
     of a gradient without an error.
     """
-    if not issubclass(kind, BackwardCFunction):
-        return None
-    function = getattr(kind, "_forward_cls", None)
-    for way in ("backward", "vjp"):
-        backward = getattr(function, way, None)
-        while backward is not None:
-            if getattr(backward, "__code__", None) is _ONCE:
-                return str(getattr(function, "__qualname__", function))
-            backward = getattr(backward, "__wrapped__", None)
+    functions = [getattr(kind, "_forward_cls", None)] if issubclass(kind, BackwardCFunction) else []
+    for function in functions:  # which grows
+        for way in ("backward", "vjp"):
+            backward = getattr(function, way, None)
+            while backward is not None:
+                if getattr(backward, "__code__", None) is _ONCE:
+                    return str(getattr(function, "__qualname__", function))
+                held = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
+                functions += [one for one in held if _is_function(one) and one not in functions]
+                backward = getattr(backward, "__wrapped__", None)
     return None
+
+
+def _is_function(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, torch.autograd.Function)
 
 
 def is_refusal(node: Any) -> bool:

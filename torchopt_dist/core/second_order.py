@@ -19,7 +19,15 @@ from torch import Tensor
 from torchopt_dist._torch_private import is_refusal, once_differentiable_name
 from torchopt_dist._types import OptionalTensor
 
-__all__ = ["explain", "guarded", "lacks", "refusal", "refuse_left_out"]
+__all__ = [
+    "explain",
+    "guarded",
+    "lacks",
+    "refusal",
+    "refuse_left_out",
+    "why_not_twice",
+    "with_refusal",
+]
 
 _MARKED = "trying to differentiate twice a function that was marked with @once_differentiable"
 _BY_OPERATIONS = (
@@ -119,19 +127,40 @@ def guarded(
         inputs: the inputs.
         nodes: those of the loss's graph.
     """
-    kinds: dict[Any, str] = {kind: text for kind in {*map(type, nodes)} if (text := refusal(kind))}
-    refusing = {node: kinds[type(node)] for node in nodes if type(node) in kinds}
+    refusing = _refusing(nodes)
     if not refusing:
         return list(grads)
     behind = _behind(refusing)
-    text = "; ".join(sorted(set(refusing.values())))
     leaves = [leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor)]
     known = {id(leaf) for leaf in leaves}
     leaves += [x for x in inputs if x.requires_grad and id(x) not in known]
-    return [
-        _Guarded.apply(text, grad, *leaves) if grad is not None and _edge(x) in behind else grad
-        for grad, x in zip(grads, inputs, strict=True)
-    ]
+    some = [grad if _edge(x) in behind else None for grad, x in zip(grads, inputs, strict=True)]
+    made = with_refusal(some, leaves, _text_of(refusing))
+    return [grad if one is None else one for one, grad in zip(made, grads, strict=True)]
+
+
+def why_not_twice(outputs: Iterable[Tensor]) -> str | None:
+    """Why gradients of outputs must not be differentiated, if they must not; of each output the innermost graph."""
+    refusing = _refusing(_nodes(outputs))
+    return _text_of(refusing) if refusing else None
+
+
+def with_refusal(
+    grads: Sequence[OptionalTensor], leaves: Sequence[Tensor], text: str
+) -> list[OptionalTensor]:
+    """Gradients → the same, through which a backward pass raises a text if it is to come to one of the leaves."""
+    return [None if grad is None else _Guarded.apply(text, grad, *leaves) for grad in grads]
+
+
+def _refusing(nodes: Iterable[Any]) -> dict[Any, str]:
+    """Those of nodes that must not be differentiated twice, and why."""
+    nodes = list(nodes)
+    kinds: dict[Any, str] = {kind: text for kind in {*map(type, nodes)} if (text := refusal(kind))}
+    return {node: kinds[type(node)] for node in nodes if type(node) in kinds}
+
+
+def _text_of(refusing: dict[Any, str]) -> str:
+    return "; ".join(sorted(set(refusing.values())))
 
 
 def refuse_left_out(outputs: Iterable[Tensor]) -> list[Any]:
@@ -147,18 +176,24 @@ def refuse_left_out(outputs: Iterable[Tensor]) -> list[Any]:
     Raises:
         RuntimeError: they depend on a gradient that must not be differentiated.
     """
-    waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen: set[Any] = {None, *waiting}
-    for node in waiting:  # which grows
-        if is_refusal(node):
-            raise RuntimeError(f"{_MARKED}{_BY_OPERATIONS}{_FIRST_ORDER}")
+    nodes = _nodes(outputs)
+    if any(map(is_refusal, nodes)):
+        raise RuntimeError(f"{_MARKED}{_BY_OPERATIONS}{_FIRST_ORDER}")
+    return nodes
+
+
+def _nodes(outputs: Iterable[Tensor]) -> list[Any]:
+    """The nodes of the graph of outputs, up to gradients that refuse by themselves."""
+    found: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen: set[Any] = {None, *found}
+    for node in found:  # which grows
         if type(node).__name__ == _GUARD:
             continue
         for following, _ in node.next_functions:
             if following not in seen:
                 seen.add(following)
-                waiting.append(following)
-    return waiting
+                found.append(following)
+    return found
 
 
 def _behind(nodes: Iterable[Any]) -> set[tuple[Any, int]]:
@@ -183,17 +218,21 @@ class _Guarded(torch.autograd.Function):
     """A gradient → the same. The leaves connect it to all on which it may depend."""
 
     apply: ClassVar[Any]
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, text: str, grad: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.text = text
-        ctx.set_materialize_grads(False)
+    def forward(text: str, grad: Tensor, *leaves: Tensor) -> Tensor:
         return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.text, ctx.count = inputs[0], len(inputs)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, bar: OptionalTensor) -> tuple[OptionalTensor, ...]:
         if bar is None:
-            return (None,) * len(ctx.needs_input_grad)
+            return (None,) * ctx.count
         raise RuntimeError(f"{ctx.text}{_FIRST_ORDER}")
 
 
