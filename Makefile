@@ -4,6 +4,7 @@
 #   make test ARGS="tests/ops -k fuzz"          some of the tests
 #   make test JOBS=6                            on four cores; tests wait a third of their time
 #   make portable AS=ATEN_CPU_CAPABILITY=default   as on one other processor
+#   make gpu-pack GPU_PYTHON=3.12               what a machine with a GPU and no network lacks, for tests/gpu/run.sh
 #   make wheel TORCHES="2.13.0"                 the packages, tried with this torch only
 
 PYTHON ?= python3
@@ -17,6 +18,9 @@ ONLY ?=
 EXAMPLES ?=
 SPHINX ?=
 ENGINES ?= ray dask monarch
+GPU_PYTHON ?= 3.12
+GPU_ARCH ?= x86_64
+DRY_PYTHON ?= $(BIN)/python
 TORCHES ?= 2.11.0 2.13.0 newest
 
 VENV := .venv
@@ -38,10 +42,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick portable fuzz losses engines examples lint types docs pictures gallery reproduce bench wheel clean
+.PHONY: help demo test quick portable fuzz losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
 
 help: ## show these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 $(TORCH_STAMP):
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -76,6 +80,12 @@ fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, agai
 losses: $(STAMP) ## workers killed at random moments of 50 trainings and 50 random programs: LOSSES=50
 	TODIST_FUZZ_LOSSES=$(LOSSES) TODIST_FUZZ_DEATHS=$(LOSSES) $(BIN)/python -m pytest tests/distributed/calls/test_random_losses.py \
 		tests/distributed/calls/test_random_deaths.py tests/launch/test_replace.py -k "random or moments" $(ARGS)
+
+gpu-pack: $(TORCH_STAMP) ## wheels that a machine with a GPU and no network lacks, into build/gpu-pack: GPU_PYTHON=3.12 GPU_ARCH=x86_64
+	$(BIN)/python tests/gpu/pack.py --python $(GPU_PYTHON) --arch $(GPU_ARCH)
+
+gpu-dry: $(STAMP) ## what tests/gpu/run.sh runs on a GPU, here on the CPU: ARGS="kernels calls" DRY_PYTHON=python3.12, which has torch
+	PYTHON=$(DRY_PYTHON) tests/gpu/run.sh $(ARGS)
 
 examples: $(STAMP) ## the tests that run the examples
 	$(PYTEST) tests/examples $(ARGS)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ CASES: dict[str, tuple[tuple[int, ...], str, int, int, int, int, float]] = {
 LR = {"sgd": 0.05, "adam": 1e-3}
 EPS, COLD, WARM, ROUNDS, TOLERANCE = 1e-4, 25.0, 7.0, 7, 1e-2
 Way = Callable[[], list[Any]]
+MODES: dict[str, Any] = {"compiled": True, "plain": False}
 
 
 def data(case: str) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
@@ -49,8 +50,8 @@ def data(case: str) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     return [p.astype(np.float32) for p in params], x.astype(np.float32), y.astype(np.float32)
 
 
-def ours(case: str) -> dict[str, Way]:
-    """Our ways, each of which returns gradients."""
+def ours(case: str, device: str = "cpu", modes: Mapping[str, Any] = MODES) -> dict[str, Way]:
+    """Our ways on a device, each of which returns gradients: for each name what ``compile=`` is, or a plain loop."""
     import torch
     from torch import Tensor, nn
 
@@ -61,12 +62,12 @@ def ours(case: str) -> dict[str, Way]:
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]
-    model = nn.Sequential(*layers[:-1])
+    model = nn.Sequential(*layers[:-1]).to(device)
     values, *rest = data(case)
-    x, y = (torch.from_numpy(value) for value in rest)
+    x, y = (torch.from_numpy(value).to(device) for value in rest)
     with torch.no_grad():
         for p, value in zip(model.parameters(), values, strict=True):
-            p.copy_(torch.from_numpy(value))
+            p.copy_(torch.from_numpy(value))  # also to a GPU
 
     def task(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         model = todist.module_clone(model)
@@ -79,14 +80,14 @@ def ours(case: str) -> dict[str, Way]:
             inner.step((model(x[:support]) - y[:support]).square().mean())
         return (model(x[support:]) - y[support:]).square().mean()
 
-    def maml(compile: bool) -> Way:
-        options = {"vectorize": True, "compile": True} if compile else {"vectorize": True}
+    def maml(compile: Any) -> Way:
+        options = {} if compile is None else {"vectorize": True, "compile": compile}
         loss = todist.parallelize(todist.tasks, todist.mean_reducer, **options)(task)
         return lambda: list(torch.autograd.grad(loss(model, x, y), list(model.parameters())))
 
-    def loop(compile: bool) -> Way:
+    def loop(compile: Any) -> Way:
         def gradient() -> list[Tensor]:
-            weights = torch.ones(support, 1, requires_grad=True)
+            weights = torch.ones(support, 1, device=device, requires_grad=True)
             made = todist.inner_loop(
                 lambda model: (weights * (model(x[:support]) - y[:support]).square()).mean(),
                 todist.adam(lr=LR["adam"], eps=EPS),
@@ -94,7 +95,7 @@ def ours(case: str) -> dict[str, Way]:
                 steps,
                 meta=weights,
                 adjoint=todist.Replayed(),
-                compile=compile,
+                compile=bool(compile) and compile,
             )
             return list(
                 torch.autograd.grad((made.params(x[support:]) - y[support:]).square().mean(), weights)
@@ -103,7 +104,7 @@ def ours(case: str) -> dict[str, Way]:
         return gradient
 
     made = maml if tasks else loop
-    return {"compiled": made(True), "plain": made(False)}
+    return {name: made(mode) for name, mode in modes.items()}
 
 
 def theirs(case: str) -> dict[str, Way]:

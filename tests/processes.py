@@ -257,7 +257,8 @@ def start_torchrun(*arguments: object, warm: bool = True, cwd: Path = ROOT, **en
     """
     forked = ("--run-path", "--start-method=fork") if warm else ()
     # Forked workers find the programs that are beside theirs as a new Python finds them.
-    path = os.pathsep.join(map(str, (ROOT, *([PROGRAMS] if warm else []))))
+    given = [folder for folder in [os.environ.get("PYTHONPATH")] if folder]
+    path = os.pathsep.join(map(str, (ROOT, *([PROGRAMS] if warm else []), *given)))
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env}
     command = ("-m", "torch.distributed.run", *forked, *arguments)
     return warm_python().start(*command, cwd=cwd, env=environ, merged=True, warm=warm)

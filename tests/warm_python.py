@@ -14,6 +14,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -259,9 +260,12 @@ class Job:
 
 @functools.cache
 def warm_python() -> WarmPython:
-    """The server for programs of torch and this package, torchrun, and the examples."""
-    root = str(Path(__file__).resolve().parents[1])
-    server = WarmPython(*TORCHRUN, *PROGRAMS, *WORKERS, PYTHONPATH=root, MPLBACKEND="Agg")
+    """The server for programs of torch and this package, torchrun, and the examples, if what these need is there."""
+    root = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    there = [name for name in PROGRAMS if importlib.util.find_spec(name.partition(".")[0])]
+    server = WarmPython(*TORCHRUN, *there, *WORKERS, PYTHONPATH=root, MPLBACKEND="Agg")
     atexit.register(server.close)
     return server
 

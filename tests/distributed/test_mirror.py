@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchopt_dist as todist
+from torchopt_dist.distributed.mirror import _chosen
 from torchopt_dist.errors import ResidentError, SerializationError, WorkerLostError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
@@ -287,6 +288,10 @@ def test_what_is_wrong_is_said_and_mended(world):
         with pytest.raises(ValueError, match=r'backend must be "gloo", "nccl" or None, got \'mpi\''):
             todist.mirror(net, optimizer, backend="mpi")
         with pytest.raises(
+            ValueError, match='"gloo" or None where workers have their copies not on a GPU, got "nccl" for'
+        ):
+            todist.mirror(net, optimizer, backend="nccl")
+        with pytest.raises(
             ValueError, match="timeout must be a positive number of seconds, up to a million, got 0"
         ):
             todist.mirror(net, optimizer, timeout=0)
@@ -350,3 +355,24 @@ def test_the_loss_of_a_worker_in_a_step_ends_the_mirror_and_not_the_program(worl
         if ending.rank != 2:
             assert ending.error is None, ending.trace
             assert ending.exitcode == 0
+
+
+def test_nccl_is_for_workers_that_share_no_gpu(monkeypatch):
+    def chosen(backend, *gpus):
+        return _chosen(backend, {f"worker{rank}": gpu for rank, gpu in enumerate(gpus)})
+
+    for there, name in ((True, "nccl"), (False, "gloo")):
+        monkeypatch.setattr("torch.distributed.is_nccl_available", lambda there=there: there)
+        assert chosen(None, "GPU a", "GPU b") == name
+        assert (
+            chosen(None, "GPU a", "GPU a")
+            == chosen(None, "GPU a", None)
+            == chosen(None, None, None)
+            == "gloo"
+        )
+    assert chosen("gloo", "GPU a", "GPU b") == "gloo"
+    assert chosen("nccl", "GPU a", "GPU b") == "nccl"
+    with pytest.raises(ValueError, match='copies on one GPU, got "nccl" for worker1, worker2'):
+        chosen("nccl", "GPU a", "GPU b", "GPU b")
+    with pytest.raises(ValueError, match='copies not on a GPU, got "nccl" for worker1'):
+        chosen("nccl", "GPU a", None, "GPU a")

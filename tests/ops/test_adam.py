@@ -8,6 +8,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.ops.cases import needs_kernels
+from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops._adam import adam, adam_
 from torchopt_dist.ops._rmsprop import rmsprop
 
@@ -175,3 +176,14 @@ def test_an_expanded_and_a_transposed_gradient_are_read_as_they_are(make):
             todist.Adam([p], lr=0.1, fused=fused).step()
             found.append(p.detach())
         torch.testing.assert_close(found[1], found[0])
+
+
+def test_counts_for_an_op_are_themselves_or_float32():
+    cpu = torch.device("cpu")
+    one = [torch.tensor(3.0, device="cpu"), torch.tensor(3.0, device="cpu")]
+    assert all(a is b for a, b in zip(bias_correction.on_device(one, cpu), one, strict=True))
+    for values in ([3.0, 3.0], [3.0, 4.0]):
+        given = [torch.tensor(value, dtype=DOUBLE, device="cpu") for value in values]
+        made = bias_correction.on_device(given, cpu)  # as after a cast of the whole state
+        assert [count.item() for count in made] == values
+        assert {count.dtype for count in made} == {torch.float32}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,7 +49,8 @@ def no_sync() -> Iterator[None]:
     if EMULATED:
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # the mode warns that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

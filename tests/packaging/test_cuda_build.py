@@ -36,6 +36,11 @@ LOADED = "torch finds no GPU"
 PROBE = f"from torchopt_dist import ops; print(ops.why_not({OP!r}, 'cuda'))"
 
 
+def python_path(*folders: Path) -> str:
+    """These folders, before those of this process."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Python:
     """Runs Python with the emulated toolkit's libraries; the value of a variable that is to be absent is empty."""
 
@@ -134,7 +139,7 @@ def test_both_libraries_are_built_and_the_kernels_are_right(python, toolkit, tmp
         f"import pytest, sys; sys.exit(pytest.main({options}))",
         cwd=tree,
         CUDA_HOME=str(toolkit),
-        PYTHONPATH=f"{toolkit}:{tree}",
+        PYTHONPATH=python_path(toolkit, tree),
         EMULATED_CUDA_DEVICE="cpu",
     )
     assert tested.returncode == 0, tested.stdout + tested.stderr
@@ -172,7 +177,7 @@ print(c_long.in_dll(redispatch.runtime, "emulated_launches").value, params[0].to
         code,
         cwd=tree,
         CUDA_HOME=str(toolkit),
-        PYTHONPATH=f"{toolkit}:{tree}",
+        PYTHONPATH=python_path(toolkit, tree),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["CUDA error: 700", "1 [1.0, 1.0, 1.0]"]

@@ -28,6 +28,20 @@ def test_code_that_is_traced_in_the_context_knows_it() -> None:
         assert (value(), compiled()) == (2, 1)
 
 
+def test_a_leaf_is_one_that_a_gradient_is_taken_with_respect_to_also_where_it_is_traced() -> None:
+    def twice(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = private.traced_leaf(x)
+            (first,) = torch.autograd.grad((leaf**3).sum(), leaf, create_graph=True)
+            return torch.autograd.grad(first.sum(), leaf)[0].detach()
+
+    x = torch.tensor([1.0, 2.0])
+    assert private.traced_leaf(x).is_leaf
+    assert not x.requires_grad
+    with private.tracing_gradients(), torch.no_grad():
+        assert torch.compile(twice, backend="eager", fullgraph=True)(x).tolist() == [6.0, 12.0]
+
+
 def test_a_setting_that_torch_lacks_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private.compiler, "_SETTINGS", (("torch._dynamo.config", "has_no_such_name", True),))
     with private.tracing_gradients():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
     original_of,
+    traced_leaf,
     traced_samples,
     tracing_gradients,
 )
@@ -50,8 +51,10 @@ from torchopt_dist._torch_private.interpreter import (
 )
 from torchopt_dist._torch_private.modules import (
     attributes_for_forward,
+    attributes_of,
     buffers_of,
     children_of,
+    note_attributes,
     parameters_of,
     set_parameters,
 )
@@ -91,6 +94,7 @@ __all__ = [
     "apply_function",
     "asking_thread",
     "attributes_for_forward",
+    "attributes_of",
     "autocast_is_on",
     "batch_of",
     "batched",
@@ -127,6 +131,7 @@ __all__ = [
     "memory_is_shared",
     "nccl_group",
     "next_sequence_number",
+    "note_attributes",
     "once_differentiable_name",
     "original_of",
     "outside_of_transforms",
@@ -143,6 +148,7 @@ __all__ = [
     "tensorpipe_options_with_sockets",
     "tensors_entering",
     "time_out_of",
+    "traced_leaf",
     "traced_samples",
     "tracing_gradients",
     "transform_level",

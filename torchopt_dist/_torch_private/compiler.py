@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -39,12 +40,24 @@ def tracing_gradients() -> Iterator[None]:
             setattr(config, name, value)
 
 
+def traced_leaf(tensor: Tensor) -> Tensor:
+    """A new leaf with a tensor's values, also where the compiler traces, which in torch 2.11 refuses the method."""
+    return tensor.detach().requires_grad_()
+
+
 def _let_inputs_have_a_history() -> None:
     """Have the compiler find no history of inputs while it traces in :func:`tracing_gradients`, once for all."""
+    _take_leaves_as_they_are()
     module: Any = import_module("torch._dynamo.variables.torch")
     torchs = getattr(module, "_collect_all_grad_fns", None)
     if torchs is not None and not isinstance(torchs, _Histories):
         module._collect_all_grad_fns = _Histories(torchs)
+
+
+@cache
+def _take_leaves_as_they_are() -> None:
+    """Have the compiler call :func:`traced_leaf` without a look into it, once for all."""
+    torch.compiler.allow_in_graph(traced_leaf)
 
 
 class _Histories:

@@ -51,7 +51,7 @@ def mirror(
         optimizer: an optimizer from ``torch.optim`` or of this package, for parameters of ``module`` and no others.
             Options of its groups that change here, such as a scheduled learning rate, are sent with the next step.
         backend: the backend of torch's process group: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL if all parameters
-            are on GPUs.
+            are on GPUs and no two workers share one, which NCCL refuses.
         timeout: seconds that a worker waits for the others in the all-reduce. The loss of a worker ends the wait here.
 
     Returns:
@@ -59,7 +59,8 @@ def mirror(
 
     Raises:
         TypeError: an argument is of the wrong kind.
-        ValueError: the optimizer has a parameter that is not the module's, or ``backend`` or ``timeout`` is wrong.
+        ValueError: the optimizer has a parameter that is not the module's, ``backend`` or ``timeout`` is wrong, or
+            ``backend`` is ``"nccl"`` and two workers have their copies on one GPU, or one of them not on a GPU.
         SerializationError: the module or the optimizer cannot be sent.
         NotInitializedError: there is no RPC group.
         InitializationError: the workers cannot reach each other.
@@ -92,9 +93,6 @@ def mirror(
         raise ValueError(f'backend must be "gloo", "nccl" or None, got {backend!r}')
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 1e6:
         raise ValueError(f"timeout must be a positive number of seconds, up to a million, got {timeout!r}")
-    if backend is None:
-        on_gpus = all(parameter.is_cuda for parameter in module.parameters()) and bool(own)
-        backend = "nccl" if on_gpus and dist.is_nccl_available() else "gloo"
     made = MirroredModule(module, optimizer)
     made._start(backend, float(timeout))
     return made
@@ -209,13 +207,16 @@ class MirroredModule(StayingModule):
         hook = hook_of([tensor for tensor in tensors if tensor.requires_grad])
         return hook, self._key, self._held.version, tensors
 
-    def _start(self, backend: str, seconds: float) -> None:
+    def _start(self, backend: str | None, seconds: float) -> None:
         """Send the module to the other workers, and connect all of them."""
         group = self._group
-        gather(self._ask(_hold, self._key, self.module, self.optimizer, 0), group.names)
+        copies = gather(self._ask(_hold, self._key, self.module, self.optimizer, 0), group.names)
         group.mirrors.keep(self._key, self._held)
         if not self._others:
             return
+        gpus = {group.names[group.rank]: self._held.gpu()}
+        gpus.update({group.names[rank]: gpu for rank, (gpu,) in copies.items()})
+        backend = _chosen(backend, gpus)
         host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         store = _store(host, 0, seconds, is_master=True)
         ranks = sorted([group.rank, *self._others])
@@ -223,7 +224,7 @@ class MirroredModule(StayingModule):
         own = self._beside(lambda: self._held.connect(store, group.rank, ranks, backend, seconds))
         gather({**replies, group.rank: own}, group.names)
 
-    def _ask(self, function: Callable[..., None], *args: Any) -> dict[int, Future[list[Any]]]:
+    def _ask(self, function: Callable[..., object], *args: Any) -> dict[int, Future[list[Any]]]:
         return {rank: self._group.ask(rank, function, *args) for rank in self._others}
 
     def _beside(self, work: Callable[[], None]) -> Future[list[Any]]:
@@ -284,6 +285,27 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
+def _chosen(backend: str | None, gpus: dict[str, str | None]) -> str:
+    """The backend for workers whose copies are on these GPUs: NCCL, if it takes them and no other is asked for.
+
+    Raises:
+        ValueError: NCCL is asked for, and does not take them.
+    """
+    workers: dict[str | None, list[str]] = {}
+    for worker, gpu in gpus.items():
+        workers.setdefault(gpu, []).append(worker)
+    crowded = next((several for several in workers.values() if len(several) > 1), None)
+    if backend is None:
+        return "gloo" if crowded or None in workers or not dist.is_nccl_available() else "nccl"
+    if backend == "nccl" and (crowded or None in workers):
+        where = "on one GPU" if None not in workers else "not on a GPU"
+        named = ", ".join(workers.get(None) or crowded or [])
+        raise ValueError(
+            f'backend must be "gloo" or None where workers have their copies {where}, got "nccl" for {named}'
+        )
+    return backend
+
+
 def _store(host: str, port: int, seconds: float, *, is_master: bool = False) -> dist.TCPStore:
     """Where the workers that hold a mirror meet."""
     limit = timedelta(seconds=seconds)
@@ -299,11 +321,12 @@ def _let_go(group: Group, key: Key, others: list[int]) -> None:
 # What the other workers do.
 
 
-def _hold(key: Key, module: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
+def _hold(key: Key, module: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> str | None:
     mirrors, held = answering_group().mirrors, Held(module, optimizer)
     if version:
         held.adopt(mirrors.find(key))
     mirrors.keep(key, held)
+    return held.gpu()
 
 
 def _connect(key: Key, host: str, port: int, ranks: list[int], backend: str, seconds: float) -> None:

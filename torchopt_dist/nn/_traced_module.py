@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import children_of, parameters_of
+from torchopt_dist._torch_private import attributes_of, children_of, parameters_of
 
 __all__ = ["named_parameters", "replace_parameters", "traced_copy"]
 
@@ -76,7 +76,7 @@ def _copied(
         raise NotImplementedError(f"a compiled task cannot copy a {cls.__name__}, which copies itself")
     made = object.__new__(cls)
     known.append((module, made))
-    for name, value in module.__dict__.items():
+    for name, value in attributes_of(module).items():
         if name == "_modules":
             value = {key: None if part is None else _copied(part, take, known) for key, part in value.items()}
         elif name == "_parameters" or name == "_buffers":

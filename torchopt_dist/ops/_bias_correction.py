@@ -45,13 +45,15 @@ def count_up(steps: list[Tensor], *, inplace: bool = False) -> list[Tensor]:
 
 
 def on_device(counts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The counts for an op that reads them on a device: copies in float32, made by one transfer."""
-    if all(count.device == device for count in counts):
+    """The counts for an op that reads float32 on a device: themselves, or copies made by one transfer."""
+    if all(count.device == device and count.dtype == torch.float32 for count in counts):
         return counts
     numbers = values(counts)
-    if isinstance(numbers, list):
-        return list(torch.tensor(numbers, dtype=torch.float32).to(device).unbind())
-    return [torch.tensor(numbers, dtype=torch.float32, device=device)] * len(counts)
+    if isinstance(numbers, (int, float)):
+        return [torch.full((), numbers, dtype=torch.float32, device=device)] * len(
+            counts
+        )  # waits for no copy
+    return list(torch.tensor(numbers, dtype=torch.float32).to(device).unbind())
 
 
 def values(counts: Sequence[Tensor]) -> Factors:

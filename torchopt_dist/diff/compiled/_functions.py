@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchopt_dist._torch_private import traced_leaf
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
@@ -143,7 +144,7 @@ def gradient(
         leaves = list(carry.params)
         for place in parts.moved:
             leaf = leaves[place]
-            leaves[place] = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
+            leaves[place] = leaf.view_as(leaf) if record else traced_leaf(leaf)
         wanted = [leaves[place] for place in parts.moved]
         value, buffers = _called(parts, _for_loss(parts, leaves, outside), carry.buffers, batch, outside)
         aux = None
@@ -189,9 +190,9 @@ def pulled_step(
     with torch.enable_grad():
         params, (state, spec) = list(carry.params), optree.tree_flatten(carry.state, none_is_leaf=True)
         for place in parts.moved:
-            params[place] = params[place].detach().requires_grad_()
+            params[place] = traced_leaf(params[place])
         for place in places:
-            state[place] = state[place].detach().requires_grad_()
+            state[place] = traced_leaf(state[place])
         inputs = [*(params[place] for place in parts.moved), *(state[place] for place in places), *declared]
         given = Carry(
             [params[place] for place in parts.first], optree.tree_unflatten(spec, state), carry.buffers

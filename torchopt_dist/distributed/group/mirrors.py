@@ -49,6 +49,13 @@ class Held:
         self._lock = threading.Lock()
         self.note()
 
+    def gpu(self) -> str | None:
+        """The GPU that has all parameters, by a name that no other one has; ``None`` if there is no such one."""
+        devices = {parameter.device for parameter in self.module.parameters()}
+        if len(devices) != 1 or next(iter(devices)).type != "cuda":
+            return None
+        return str(torch.cuda.get_device_properties(devices.pop()).uuid)
+
     def note(self) -> None:
         """Record the tensors as they are as those of all workers."""
         self._snapshot = Seen(self.tensors, memory=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._formulas.traced import TracedNormalization
+from torchopt_dist._torch_private import traced_leaf
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist.nn._traced_module import named_parameters, replace_parameters, traced_copy
 
@@ -68,7 +69,7 @@ def values_and_gradients(
             own = tensor.detach()
             if number is not None and place not in mapped:
                 own = own.expand(number, *own.shape)
-            wanted.append(own.requires_grad_())
+            wanted.append(traced_leaf(own))
             if isinstance(leaves[place], nn.Module):
                 by_module.setdefault(place, {})[name] = wanted[-1]
             else:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchopt_dist._programs import CompileMode, Program, code_of
+from torchopt_dist._torch_private import note_attributes
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
 from torchopt_dist.distributed.worker._sent_function import at_home
@@ -69,6 +70,9 @@ class CompiledTask:
         places = rebuild(iter(range(len(leaves))))
         if optree.tree_leaves(places, none_is_leaf=True) != list(range(len(leaves))):
             return otherwise()  # a container that only we know
+        for leaf in leaves:
+            if isinstance(leaf, nn.Module):
+                note_attributes(leaf)
         number = leaves[mapped[0]].shape[0] if mapped else None
         arguments = (self._same, places, leaves, mapped, number)
         inputs = differentiable(leaves)
