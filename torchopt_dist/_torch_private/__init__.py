@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
+    original_of,
     traced_leaf,
     traced_samples,
     tracing_gradients,
@@ -38,8 +39,10 @@ from torchopt_dist._torch_private.graph import (
     forward_mode_is_active,
     has_hooks,
     is_batched_gradient,
+    is_refusal,
     is_used_up,
     memory_is_shared,
+    once_differentiable_name,
     tensor_version,
     tensors_entering,
 )
@@ -52,6 +55,7 @@ from torchopt_dist._torch_private.interpreter import (
     profiler_is_on,
 )
 from torchopt_dist._torch_private.modules import (
+    attributes_for_forward,
     attributes_of,
     buffers_of,
     children_of,
@@ -94,6 +98,7 @@ __all__ = [
     "advance_sequence_numbers",
     "apply_function",
     "asking_thread",
+    "attributes_for_forward",
     "attributes_of",
     "autocast_is_on",
     "batch_of",
@@ -124,6 +129,7 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
+    "is_refusal",
     "is_used_up",
     "leave_finalizers",
     "left_to_python",
@@ -131,6 +137,8 @@ __all__ = [
     "nccl_group",
     "next_sequence_number",
     "note_attributes",
+    "once_differentiable_name",
+    "original_of",
     "outside_of_transforms",
     "parameters_of",
     "pending_gpu_seeds",
