@@ -164,6 +164,19 @@ def test_a_batch_that_was_changed_in_place_is_an_error(name):
         torch.autograd.grad(value, w)
 
 
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
+def test_a_tensor_that_was_changed_before_the_call_is_as_it_was(name):
+    """Also where others stand in its place while the loss runs again, whose versions are others."""
+    w = torch.tensor([0.2, 0.8], dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        w.add_(0.5)
+    first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    loop = partial(todist.inner_loop, lambda p: (w * (p - 1) ** 2).sum(), todist.sgd(lr=0.2), first, 2)
+    (found,) = torch.autograd.grad(loop(meta=w, adjoint=ALL[name]).params.sum(), w)
+    assert found.shape == w.shape
+
+
 def test_the_samples_of_a_vmap():
     """Of which each has a name's value of its own."""
     w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)

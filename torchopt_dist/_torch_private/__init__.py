@@ -45,6 +45,7 @@ from torchopt_dist._torch_private.graph import (
     once_differentiable_name,
     tensor_version,
     tensors_entering,
+    without_modes,
 )
 from torchopt_dist._torch_private.interpreter import (
     exception_in,
@@ -164,4 +165,5 @@ __all__ = [
     "transforms_are_only",
     "vmap_randomness",
     "vmaps",
+    "without_modes",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import optree
@@ -27,6 +27,16 @@ def tensor_version(tensor: Tensor) -> int | None:
     Without the name the answer is ``None``: changes in place between forward and backward go unnoticed.
     """
     return getattr(tensor, "_version", None)
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """A context in which tensors are asked themselves, not those that a mode puts in their places.
+
+    Without the name modes are asked: where a loop has replaced tensors, one that is closed over may seem to have been
+    changed in place, which is an error.
+    """
+    disable = find("_C.DisableTorchFunction")
+    return nullcontext() if disable is None else disable()
 
 
 def has_hooks(tensor: Tensor) -> bool:
