@@ -91,14 +91,18 @@ class Bindings:
         if function is None or id(function) not in self._nodes:
             return function
         if isinstance(function, tuple):
-            return _map_parts(function, self._of_part)
+            known: dict[int, Any] = {}
+            return _map_parts(function, lambda part: self._of_part(part, known))
         return Bound(function, self)
 
-    def _of_part(self, part: Any) -> Any:
+    def _of_part(self, part: Any, known: dict[int, Any]) -> Any:
+        """The same of a part; one that the structure has twice is one afterwards, as a chain wants of its links."""
         if not _is_structure(part):
             return Bound(part, self) if callable(part) and id(part) in self._nodes else part
-        made = _map_parts(part, self._of_part)
-        return part if all(map(_is, _parts_of(made), _parts_of(part))) else made
+        if id(part) not in known:
+            made = _map_parts(part, lambda one: self._of_part(one, known))
+            known[id(part)] = part if all(map(_is, _parts_of(made), _parts_of(part))) else made
+        return known[id(part)]
 
     def settle(self) -> None:
         """From now on, functions see what was noted, other than what has changed until now."""
