@@ -139,8 +139,9 @@ class NonlinearSolver(ABC):
     def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         """A generator: yields a point and the residual there, a vector, before each step."""
 
-    def _run(self, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The solution, the residual's norm, the iterations, and whether it has converged."""
+    def _run(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, backward: list[SolverInfo]
+    ) -> tuple[Tensor, NonlinearSolverInfo]:
         blind = transforms_are_active()
         solution = residual = x
         done = iterations = torch.zeros((), dtype=torch.bool, device=x.device)
