@@ -5,6 +5,7 @@ The programs are text, since each is a script: its names are global ones, bound 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import sys
@@ -371,10 +372,18 @@ def test_several_functions_see_the_same_names():
 def test_functions_in_a_structure():
     names = script("x = 1.0\ndef rate(step): return step * x")
     made = (types.SimpleNamespace, 1.0), {"lr": names["rate"]}
-    assert Bindings(made).of(made) == made
-    structure = (pow, (2.0, names["rate"]))
+    assert Bindings(made[0]).of(made[0]) == made[0]
+    assert isinstance(Bindings(made).of(made)[1]["lr"], Bound)
+    structure = (pow, (2.0, names["rate"]), names["rate"])
     bindings = Bindings(structure)
     bound = bindings.of(structure)
+    assert bound[2] is bound[1][1]
+    net, twice = nn.ParameterDict({"w": torch.ones(2)}), (pow, names["rate"])
+    structure = (net, twice, [twice], functools.partial(names["rate"], net))
+    assert Bindings(structure).of(structure)[0] is net  # a parameter, not a function
+    pair = (twice, (twice, 1.0))
+    made = Bindings(pair).of(pair)
+    assert made[0] is made[1][0]
     assert bound[0] is pow
     assert bound[1][0] == 2.0
     bindings.settle()

@@ -63,6 +63,16 @@ PROGRAMS = {
             for x in xs:
                 yield outer(loop(loss, todist.sgd(lr=rate, momentum=0.5), batch), x)
     """,
+    "a schedule of a part": """
+        def rate(step): return 0.2 / (1 + 0.1 * x * step)
+        def label(tree): return "own"
+        def loss(p): return (w * (p - 1) ** 2).sum()
+        def tasks(loop):
+            global x
+            for x in xs:
+                parts = todist.transform.partition({"own": todist.sgd(lr=rate)}, label)
+                yield outer(loop(loss, todist.chain(todist.transform.scale(1.0), parts)), x)
+    """,
     "a list of batches": """
         def loss(p, y): return (w * (p - y) ** 2).sum()
         def tasks(loop):

@@ -69,12 +69,13 @@ class Bindings:
             reach by cells, global names, attributes and entries of containers, but not into installed packages.
     """
 
-    __slots__ = ("_copies", "_is_live", "_nodes", "_places", "_seen")
+    __slots__ = ("_bound", "_copies", "_is_live", "_nodes", "_places", "_seen")
 
     def __init__(self, *functions: Any) -> None:
         walk = _Walk(functions)
         self._nodes, self._places = walk.nodes, walk.places
         self._seen = Seen(walk.tensors)
+        self._bound: dict[int, Any] = {}
         self._copies: _Copies | None = None
         self._is_live = True
 
@@ -91,18 +92,23 @@ class Bindings:
         if function is None or id(function) not in self._nodes:
             return function
         if isinstance(function, tuple):
-            known: dict[int, Any] = {}
-            return _map_parts(function, lambda part: self._of_part(part, known))
-        return Bound(function, self)
+            return self._of_part(function)
+        return self._once(function, lambda: Bound(function, self))
 
-    def _of_part(self, part: Any, known: dict[int, Any]) -> Any:
-        """The same of a part; one that the structure has twice is one afterwards, as a chain wants of its links."""
-        if not _is_structure(part):
-            return Bound(part, self) if callable(part) and id(part) in self._nodes else part
-        if id(part) not in known:
-            made = _map_parts(part, lambda one: self._of_part(one, known))
-            known[id(part)] = part if all(map(_is, _parts_of(made), _parts_of(part))) else made
-        return known[id(part)]
+    def _of_part(self, part: Any) -> Any:
+        called = part.func if isinstance(part, functools.partial) else part
+        if isinstance(called, (FunctionType, MethodType)) and id(called) in self._nodes:
+            return self.of(part)
+        if id(part) not in self._nodes or not (_is_structure(part) or type(part) in _CONTAINERS):
+            return part
+        made = self._once(part, lambda: _map_parts(part, self._of_part))
+        return part if all(map(_is, _parts_of(made), _parts_of(part))) else made
+
+    def _once(self, thing: Any, make: Callable[[], Any]) -> Any:
+        """What is made for a thing, one for all places where it is."""
+        if id(thing) not in self._bound:
+            self._bound[id(thing)] = make()
+        return self._bound[id(thing)]
 
     def settle(self) -> None:
         """From now on, functions see what was noted, other than what has changed until now."""
@@ -598,16 +604,20 @@ def _is_structure(thing: Any) -> bool:
 
 
 def _parts_of(thing: Any) -> list[Any]:
-    if isinstance(thing, tuple):
+    if isinstance(thing, (tuple, list)):
         return list(thing)
+    if isinstance(thing, dict):
+        return list(thing.values())
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     return [getattr(thing, field.name) for field in fields(thing)]
 
 
 def _map_parts(thing: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with other parts."""
-    if isinstance(thing, tuple):
+    """The same structure, or container, with other parts."""
+    if isinstance(thing, dict):
+        return type(thing)((key, function(value)) for key, value in thing.items())
+    if isinstance(thing, (tuple, list)):
         make: Any = getattr(thing, "_make", type(thing))
         return make(map(function, thing))
     if isinstance(thing, functools.partial):
