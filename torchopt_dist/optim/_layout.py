@@ -103,7 +103,9 @@ def sort_of(option: Any) -> tuple[type, str]:
 def counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The counts of a saved state as tensors, with their keys; torch before 1.12 saved numbers.
 
-    They are on the CPU, so that reading them waits for no GPU. Torch takes only a key that is ``'step'`` for one; it casts others to the parameter's dtype, and in half
+    They are on the CPU, so that reading them waits for no GPU.
+
+    Torch takes only a key that is ``'step'`` for one; it casts others to the parameter's dtype, and in half
     precision a count then stands still at 256 or 2048.
     """
     for key, value in state.items():

@@ -236,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = set(state["defaults"] if "defaults" in state else self.defaults)
+        names = set(state.get("defaults") or getattr(self, "defaults", {}))
         super().__setstate__(state)
         for name in set(self.defaults) - names:  # torch adds its own: `differentiable`
             del self.defaults[name]
