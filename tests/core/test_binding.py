@@ -12,6 +12,7 @@ import sys
 import textwrap
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -347,6 +348,44 @@ def test_a_tensor_that_is_changed_in_place_is_an_error(text):
         names["t"].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
         bound(2.0)
+
+
+@pytest.mark.compiles
+def test_a_compiled_function_runs_as_it_is_where_a_name_was_bound_anew():
+    names = script("""
+        x = torch.tensor(1.0)
+        def g(p): return p * x
+        f = torch.compile(g, backend="eager")
+        def h(p): return f(p) + 1
+    """)
+    f, h = bind(names["f"]), bind(names["h"])
+    assert (value(f), value(h)) == (2.0, 3.0)
+    f.settle()
+    h.settle()
+    names["x"] = torch.tensor(3.0)
+    assert (value(names["f"]), value(names["h"])) == (6.0, 7.0)
+    assert (value(f), value(h)) == (2.0, 3.0)
+
+
+def test_threads_see_their_own_names():
+    """Of several copies at once, and of the original."""
+    names = script("""
+        import threading
+        x = 1.0
+        meet = threading.Barrier(3)
+        def f(p):
+            meet.wait(30)
+            return p * x
+    """)
+    bound = []
+    for number in (1.0, 2.0):
+        names["x"] = number
+        bound.append(bind(names["f"]))
+        bound[-1].settle()
+    names["x"] = 3.0
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(function, 2.0) for function in (*bound, names["f"])]
+        assert [one.result(30) for one in found] == [2.0, 4.0, 6.0]
 
 
 def test_several_functions_see_the_same_names():
