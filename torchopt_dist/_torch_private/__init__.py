@@ -68,6 +68,7 @@ from torchopt_dist._torch_private.ops import (
     autocast_is_on,
     fused_step,
     has_kernel,
+    is_zero_tensor,
     left_to_python,
 )
 from torchopt_dist._torch_private.rpc import (
@@ -132,6 +133,7 @@ __all__ = [
     "is_functorch_tensor",
     "is_refusal",
     "is_used_up",
+    "is_zero_tensor",
     "leave_finalizers",
     "left_to_python",
     "memory_is_shared",
