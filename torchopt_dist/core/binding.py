@@ -144,9 +144,12 @@ class Bindings:
             )
         if not changed:
             return function
-        if self._copies is None or self._copies.changed != changed:
-            self._copies = _Copies(self._nodes, self._places, changed)
-        return self._copies.of(function)
+        copies = self._copies
+        if copies is None or copies.changed != changed:
+            copies = _Copies(self._nodes, self._places, changed)
+        made = copies.of(function)
+        self._copies = copies  # which are complete
+        return made
 
     def _changed(self) -> frozenset[int]:
         """The numbers of the places where there is something else now."""
