@@ -23,6 +23,7 @@ from torchopt_dist.core.binding import Bindings, Bound, bind
 
 SETUP = """
 import dataclasses, functools, torch
+import numpy as np
 from torch import nn
 import torch.nn.functional as F
 """
@@ -99,6 +100,7 @@ BOUND = {
     """,
     "an entry of a list": "xs = [1.0, 2.0]\ndef f(p): return p * xs[0]\ndef anew(): xs[0] = 3.0",
     "a list that has grown": "xs = [1.0, 2.0]\ndef f(p): return p * sum(xs)\ndef anew(): xs.append(3.0)",
+    "an element of an array": "a = np.ones(3)\ndef f(p): return p * a.sum()\ndef anew(): a[1] = 3.0",
     "an entry of a dictionary": "c = {'x': 1.0}\ndef f(p): return p * c['x']\ndef anew(): c['x'] = 3.0",
     "a default argument": """
         x = {'x': 1.0}
