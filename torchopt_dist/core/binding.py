@@ -20,6 +20,7 @@ from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -144,9 +145,12 @@ class Bindings:
             )
         if not changed:
             return function
-        if self._copies is None or self._copies.changed != changed:
-            self._copies = _Copies(self._nodes, self._places, changed)
-        return self._copies.of(function)
+        copies = self._copies
+        if copies is None or copies.changed != changed:
+            copies = _Copies(self._nodes, self._places, changed)
+        made = copies.of(function)
+        self._copies = copies  # which are complete
+        return made
 
     def _changed(self) -> frozenset[int]:
         """The numbers of the places where there is something else now."""
@@ -218,7 +222,7 @@ class _Place(NamedTuple):
     """Where a name leads to what."""
 
     container: Any
-    """A cell, a dictionary of names, or a list or a dictionary whose entries are meant."""
+    """A cell, a dictionary of names, or a list, a dictionary or an array whose entries are meant."""
     key: str | None
     """The name; ``None`` for entries."""
     value: Any
@@ -283,6 +287,9 @@ class _Walk:
             if len(thing) <= min(_ENTRIES, self._entries_left):
                 self._entries_left -= len(thing)
                 self._entries(thing)
+        elif kind is np.ndarray:
+            if thing.size <= _ENTRIES:
+                self._node(thing).names[None] = self._place(thing, None, thing.copy())
         elif _is_structure(thing):
             parts = _parts_of(thing)
             if len(parts) <= min(_ENTRIES, self._entries_left):
@@ -479,7 +486,8 @@ class _Copies:
 
     def _entries(self, node: _Node) -> Any:
         number = node.names.get(None)
-        return self._places[number].value if number in self._places else ()
+        is_array = type(node.thing) is np.ndarray
+        return self._places[number].value if number in self._places and not is_array else ()
 
     def of(self, thing: Any) -> Any:
         """The copy; the thing itself, if it does not lead to such a place.
@@ -502,6 +510,8 @@ class _Copies:
             return MethodType(self.of(thing.__func__), self.of(thing.__self__))
         if kind is Bound:
             return self.of(thing.__wrapped__)
+        if kind is np.ndarray:
+            return self._places[node.names[None]].value
         if kind in _CONTAINERS:
             made = self._made[id(thing)] = kind()
             entries = self._entries(node)
@@ -642,6 +652,8 @@ def _consists_of_attributes(cls: type) -> bool:
 
 
 def _has_entries(container: Any, entries: Any) -> bool:
+    if isinstance(entries, np.ndarray):
+        return container.shape == entries.shape and container.tobytes() == entries.tobytes()
     if len(container) != len(entries):
         return False
     if isinstance(entries, dict):
