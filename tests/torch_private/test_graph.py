@@ -36,6 +36,19 @@ def test_a_graph_is_used_up_after_a_backward_unless_that_is_hidden() -> None:
     assert not private.is_used_up(SimpleNamespace())
 
 
+def test_tensors_are_asked_themselves_unless_that_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return 17
+
+    with Other():
+        with private.without_modes():
+            assert torch.zeros(2)._version == 0
+        monkeypatch.delattr(torch._C, "DisableTorchFunction")
+        with private.without_modes():
+            assert torch.zeros(2) == 17
+
+
 def test_changes_in_place_go_unnoticed_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2)
     before = private.tensor_version(x)
@@ -169,3 +182,29 @@ def test_a_gradient_that_from_local_redistributes_is_known_unless_names_are_hidd
     assert not ends(one, other, grad_placements=(other,))
     assert not private.ends_gradients_graph(SimpleNamespace(), (SimpleNamespace(placements=(one,)),))
     assert not private.ends_gradients_graph(SimpleNamespace(forward_input_placements=(one,)), (None,))
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_functions_that_are_differentiable_once_are_known_unless_their_names_are_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = _Once.apply(x)
+    assert private.once_differentiable_name(type(y.grad_fn)) == "_Once"
+    assert private.once_differentiable_name(type(x.exp().grad_fn)) is None
+    (grad,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+    assert private.is_refusal(grad.grad_fn)
+    assert not private.is_refusal(y.grad_fn)
+    assert not private.is_refusal(SimpleNamespace())
+    monkeypatch.setattr(type(y.grad_fn), "_forward_cls", None)
+    assert private.once_differentiable_name(type(y.grad_fn)) is None

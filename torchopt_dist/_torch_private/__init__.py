@@ -10,6 +10,7 @@ from __future__ import annotations
 from torchopt_dist._torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
+    original_of,
     traced_leaf,
     traced_samples,
     tracing_gradients,
@@ -27,6 +28,11 @@ from torchopt_dist._torch_private.engine import (
     sequence_numbers,
     set_sequence_number,
 )
+from torchopt_dist._torch_private.generators import (
+    pending_gpu_seeds,
+    queue_gpu_seed,
+    set_pending_gpu_seeds,
+)
 from torchopt_dist._torch_private.graph import (
     apply_function,
     bytes_of_results,
@@ -34,10 +40,13 @@ from torchopt_dist._torch_private.graph import (
     forward_mode_is_active,
     has_hooks,
     is_batched_gradient,
+    is_refusal,
     is_used_up,
     memory_is_shared,
+    once_differentiable_name,
     tensor_version,
     tensors_entering,
+    without_modes,
 )
 from torchopt_dist._torch_private.interpreter import (
     exception_in,
@@ -48,6 +57,7 @@ from torchopt_dist._torch_private.interpreter import (
     profiler_is_on,
 )
 from torchopt_dist._torch_private.modules import (
+    attributes_for_forward,
     attributes_of,
     buffers_of,
     children_of,
@@ -59,6 +69,7 @@ from torchopt_dist._torch_private.ops import (
     autocast_is_on,
     fused_step,
     has_kernel,
+    is_zero_tensor,
     left_to_python,
 )
 from torchopt_dist._torch_private.rpc import (
@@ -90,6 +101,7 @@ __all__ = [
     "advance_sequence_numbers",
     "apply_function",
     "asking_thread",
+    "attributes_for_forward",
     "attributes_of",
     "autocast_is_on",
     "batch_of",
@@ -120,7 +132,9 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
+    "is_refusal",
     "is_used_up",
+    "is_zero_tensor",
     "leave_finalizers",
     "left_to_python",
     "let_graphs_drop",
@@ -128,14 +142,19 @@ __all__ = [
     "nccl_group",
     "next_sequence_number",
     "note_attributes",
+    "once_differentiable_name",
+    "original_of",
     "outside_of_transforms",
     "parameters_of",
+    "pending_gpu_seeds",
     "profiler_is_on",
+    "queue_gpu_seed",
     "sequence_numbers",
     "set_cpp_log_level",
     "set_default_rpc_timeout",
     "set_failure",
     "set_parameters",
+    "set_pending_gpu_seeds",
     "set_sequence_number",
     "tensor_at_level",
     "tensor_version",
@@ -150,4 +169,5 @@ __all__ = [
     "transforms_are_only",
     "vmap_randomness",
     "vmaps",
+    "without_modes",
 ]
