@@ -7,6 +7,7 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
+from torchopt_dist._torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
     original_of,
@@ -136,6 +137,7 @@ __all__ = [
     "is_zero_tensor",
     "leave_finalizers",
     "left_to_python",
+    "let_graphs_drop",
     "memory_is_shared",
     "nccl_group",
     "next_sequence_number",
