@@ -51,6 +51,7 @@ GROUND = {
     "_vjp",
     "_vmap",
     "_watched_group",
+    "core",
     "errors",
     "pytree",
 }

@@ -376,6 +376,28 @@ def test_a_number_that_the_loss_closes_over_is_never_stale() -> None:
         torch.testing.assert_close(made.params, w - 0.1 * factor)
 
 
+@pytest.mark.parametrize("name", ["replayed", "finite difference"])
+def test_a_name_that_is_bound_anew_before_the_backward_pass(name: str) -> None:
+    """By then a program would find what the name means now."""
+
+    def gradient(compile: bool) -> Tensor:
+        weights = torch.linspace(-1, 1, 8, dtype=torch.float64, requires_grad=True)
+        total = torch.zeros((), dtype=torch.float64)
+        scale, y = 0.0, Y[0]
+
+        def loss(m: nn.Module, x: Tensor) -> Tensor:
+            return ((weights.sigmoid() * scale).unsqueeze(1) * (m(x) - y) ** 2).mean()
+
+        for number in range(2):
+            scale, y = 1.0 + number, Y[number]
+            given = {"meta": weights, "adjoint": ALL[name], "compile": compile}
+            made = todist.inner_loop(loss, todist.sgd(lr=0.1), net(), list(X[:2]), **given)
+            total = total + made.params(X[2]).square().mean()
+        return torch.autograd.grad(total, weights)[0]
+
+    torch.testing.assert_close(gradient(True), gradient(False))
+
+
 def test_the_same_tensor_twice_and_then_two() -> None:
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     a, b = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])

@@ -452,3 +452,77 @@ def test_a_complex_solution_of_an_equation_with_conjugates(name):
     torch.testing.assert_close(z[1], one)
     found, expected = (torch.autograd.grad(v.imag.sum(), a)[0] for v in (z[1], one))
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+NAMES = {
+    "a variable": "def solve_all(solver):\n    global x\n    for x in xs:\n        yield solver(equation)",
+    "an attribute": """
+class Task:
+    def equation(self, z, w): return z**3 + z - w * self.x
+    def solve_all(self, solver):
+        for self.x in xs:
+            yield solver(self.equation)
+solve_all = Task().solve_all
+""",
+}
+
+
+@pytest.mark.parametrize("text", NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("order", [1, 2])
+def test_names_of_an_equation_mean_what_they_meant_in_the_solve(text, order):
+    """Where several tasks are solved in a loop, and one backward pass follows."""
+    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+    names = {"__name__": "__main__", "xs": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
+    exec("def equation(z, w): return z**3 + z - w * x\n" + text, names)
+
+    def solver(equation):
+        def solved(init, w):
+            return nonlinear_solve.newton(rtol=1e-12)(lambda z: equation(z, w), init)
+
+        return custom_root(equation, argnums=1)(solved)(torch.ones_like(w), w)
+
+    def derivative(value):
+        (gradient,) = torch.autograd.grad(value.sin().sum(), w, create_graph=order == 2)
+        return torch.autograd.grad(gradient.sum(), w)[0] if order == 2 else gradient
+
+    late = [derivative(value) for value in list(names["solve_all"](solver))]
+    torch.testing.assert_close(late, [derivative(value) for value in names["solve_all"](solver)])
+    if order == 1:  # the derivative of z**3 + z = w x
+        for x, found in zip(names["xs"], late, strict=True):
+            z = solver(lambda z, w, x=x: z**3 + z - w * x).detach()
+            torch.testing.assert_close(found, z.cos() * x / (3 * z**2 + 1))
+
+
+def test_a_tensor_of_an_equation_that_was_changed_in_place_is_an_error():
+    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+    x = torch.ones(2, dtype=torch.float64)
+    z = custom_root(lambda z, w: z - w * x, argnums=1)(lambda init, w: w * x)(torch.zeros(2), w)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_an_equation_that_torch_must_not_differentiate_is_an_error(order):
+    """A backward pass differentiates it for its arguments, which torch's own refusal is not behind."""
+
+    def equation(z, w):
+        loss = (w * Once.apply(z)).sum() + (z**2).sum() / 2
+        return torch.autograd.grad(loss, z, create_graph=True)[0]
+
+    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+    z = custom_root(equation, argnums=1)(lambda init, w: init.requires_grad_())(torch.zeros_like(w), w)
+    with pytest.raises(RuntimeError, match="twice a function that was marked with @once_differentiable"):
+        torch.autograd.grad(z.sum(), w, create_graph=order == 2)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()

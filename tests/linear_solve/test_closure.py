@@ -186,6 +186,21 @@ def test_a_name_that_is_bound_anew_leaves_earlier_solves_as_they_were():
     torch.testing.assert_close(repeated(solved), repeated(dense))
 
 
+def test_what_a_solve_counts_is_counted_in_backward_too():
+    m = torch.tensor([1.0, 2.0, 3.0], **D, requires_grad=True)
+    scale, calls = 1.0, []
+
+    def matvec(v):
+        calls.append(v)
+        return v * m * scale
+
+    x = SOLVE(matvec, B)
+    before = len(calls)
+    scale = 2.0
+    torch.testing.assert_close(torch.autograd.grad(x.sum(), m)[0], -B / m.detach() ** 2)
+    assert len(calls) > before > 0
+
+
 def test_other_backward_passes_go_on_where_a_solve_ends():
     """A solve whose product differentiates a graph does so only within its own backward pass."""
     m = torch.tensor([0.3, 0.8, -0.5], **D, requires_grad=True)
@@ -197,9 +212,9 @@ def test_other_backward_passes_go_on_where_a_solve_ends():
 
 
 def test_a_tensor_that_a_product_takes_in_backward_only_is_an_error():
-    tensors = {"h": 2 * torch.ones(3, **D, requires_grad=True)}
-    x = SOLVE(lambda v: v * tensors["h"], B)
-    tensors["h"] = tensors["h"] * 2
+    tensors = dict.fromkeys(range(1000), 2 * torch.ones(3, **D, requires_grad=True))  # data, and no names
+    x = SOLVE(lambda v: v * tensors[0], B)
+    tensors[0] = tensors[0] * 2
     with pytest.raises(ValueError, match="must take the same tensors in each call, also in backward"):
         x.sum().backward()
 

@@ -305,3 +305,38 @@ def test_zero_order_modules_with_a_distribution_and_bad_ones():
         class NoNoise(ZeroOrderGradientModule):
             def forward(self):
                 return 0.0
+
+
+class Held(Proximal):
+    """The same with its data in attributes, which are bound anew for each task."""
+
+    def objective(self):
+        return super().objective(self.x, self.y)
+
+    def solve(self):
+        for _ in range(60):
+            self.newton_step()
+        return self
+
+    def newton_step(self):
+        (parameter,) = self.parameters()
+        with torch.enable_grad():
+            (grad,) = torch.autograd.grad(self.objective(), parameter)
+        hessian = self.x.T @ self.x + self.strength.exp().detach() * torch.eye(3, dtype=self.x.dtype)
+        with torch.no_grad():
+            parameter.copy_(parameter - 0.5 * torch.linalg.solve(hessian, grad.T).T)
+
+
+def test_attributes_of_a_module_mean_what_they_meant_in_the_solve():
+    def gradients(late):
+        net, strength = meta()
+        module, found = Held(net, strength), []
+        for seed in range(3):
+            module.x, module.y = data(seed)
+            module.solve()
+            found.append(module.net.weight.sin().sum())
+            if not late:
+                found[-1] = torch.autograd.grad(found[-1], (net.weight, strength))
+        return [torch.autograd.grad(one, (net.weight, strength)) for one in found] if late else found
+
+    torch.testing.assert_close(gradients(True), gradients(False))

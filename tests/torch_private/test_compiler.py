@@ -92,3 +92,14 @@ def test_without_the_function_tensors_with_a_history_are_refused(monkeypatch: py
     outside = leaf.exp()
     with pytest.raises(RuntimeError, match="external grad_fn"):
         made()
+
+
+def test_what_a_compiled_function_was_made_of_is_known_unless_the_name_is_hidden() -> None:
+    def function(x: Tensor) -> Tensor:
+        return 2 * x
+
+    compiled = torch.compile(function, backend="eager")
+    assert private.original_of(compiled) is function
+    assert private.original_of(function) is None
+    del vars(compiled)["_torchdynamo_orig_callable"]
+    assert private.original_of(compiled) is None

@@ -169,3 +169,29 @@ def test_a_gradient_that_from_local_redistributes_is_known_unless_names_are_hidd
     assert not ends(one, other, grad_placements=(other,))
     assert not private.ends_gradients_graph(SimpleNamespace(), (SimpleNamespace(placements=(one,)),))
     assert not private.ends_gradients_graph(SimpleNamespace(forward_input_placements=(one,)), (None,))
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_functions_that_are_differentiable_once_are_known_unless_their_names_are_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = _Once.apply(x)
+    assert private.once_differentiable_name(type(y.grad_fn)) == "_Once"
+    assert private.once_differentiable_name(type(x.exp().grad_fn)) is None
+    (grad,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+    assert private.is_refusal(grad.grad_fn)
+    assert not private.is_refusal(y.grad_fn)
+    assert not private.is_refusal(SimpleNamespace())
+    monkeypatch.setattr(type(y.grad_fn), "_forward_cls", None)
+    assert private.once_differentiable_name(type(y.grad_fn)) is None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus
 
-__all__ = ["attention_by_formula", "explain", "is_attention", "short_attention", "without_fast_path"]
+__all__ = ["attention_by_formula", "short_attention", "without_fast_path"]
 
 # Torch's own context, `sdpa_kernel`, must be left by the thread that has entered it (2.15).
 _SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
@@ -35,8 +35,6 @@ _SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
 )
 """Torch's, on every device: what says whether a way is allowed, and what allows it."""
 _FORMULA = (True, False, False, False)
-_KERNELS = "ScaledDotProduct"
-"""What the names of the kernels' nodes begin with; the formula has none of its own."""
 
 
 class _Choice:
@@ -76,31 +74,6 @@ def _set(wanted: Sequence[bool]) -> None:
     for (is_enabled, enable), want in zip(_SETTINGS, wanted, strict=True):
         if is_enabled() != want:
             enable(want)
-
-
-def is_attention(kind: str) -> bool:
-    """Whether a node's class of this name is that of a kernel of attention."""
-    return kind.startswith(_KERNELS)
-
-
-def explain(nodes: Iterable[Any]) -> None:
-    """Let a backward through recorded gradients, of which attention's kernels are incapable, raise a clear error.
-
-    Args:
-        nodes: of the gradients of a loss with attention.
-    """
-    for node in nodes:
-        if node.name().endswith("NotImplemented"):
-            node.register_prehook(_refuse)
-
-
-def _refuse(grad_outputs: tuple[OptionalTensor, ...]) -> None:
-    raise RuntimeError(
-        "the kernels of F.scaled_dot_product_attention have no second derivative: give the step a function, "
-        "`optimizer.step(lambda: loss)`, which computes the attention by its formula; or compute the loss inside of "
-        "`torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)`; or ask for no second order by "
-        "`optimizer.step(loss, first_order=True)`"
-    )
 
 
 def without_fast_path() -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
+    original_of,
     traced_leaf,
     traced_samples,
     tracing_gradients,
@@ -33,8 +34,10 @@ from torchopt_dist._torch_private.graph import (
     forward_mode_is_active,
     has_hooks,
     is_batched_gradient,
+    is_refusal,
     is_used_up,
     memory_is_shared,
+    once_differentiable_name,
     tensor_version,
     tensors_entering,
 )
@@ -47,6 +50,7 @@ from torchopt_dist._torch_private.interpreter import (
     profiler_is_on,
 )
 from torchopt_dist._torch_private.modules import (
+    attributes_for_forward,
     attributes_of,
     buffers_of,
     children_of,
@@ -89,6 +93,7 @@ __all__ = [
     "advance_sequence_numbers",
     "apply_function",
     "asking_thread",
+    "attributes_for_forward",
     "attributes_of",
     "autocast_is_on",
     "batch_of",
@@ -119,6 +124,7 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
+    "is_refusal",
     "is_used_up",
     "leave_finalizers",
     "left_to_python",
@@ -126,6 +132,8 @@ __all__ = [
     "nccl_group",
     "next_sequence_number",
     "note_attributes",
+    "once_differentiable_name",
+    "original_of",
     "outside_of_transforms",
     "parameters_of",
     "profiler_is_on",

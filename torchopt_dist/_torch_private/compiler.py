@@ -107,3 +107,12 @@ def traced_samples() -> TracedSamples | None:
         return None
     interpreter: Any = torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter()
     return TracedSamples(interpreter.level(), interpreter.batch_size())
+
+
+def original_of(function: Any) -> Any:
+    """The function that a compiled one was made of; ``None`` for one that is not.
+
+    Without the name the answer is always ``None``: where a name that a compiled loss reads was bound anew before the
+    backward pass, a copy of what the compiler has put around it may find the new meaning.
+    """
+    return vars(function).get("_torchdynamo_orig_callable")

@@ -12,9 +12,13 @@ import optree
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from torchopt_dist._torch_private.lookup import find
 from torchopt_dist._torch_private.transforms import transforms_are_active
+
+_ONCE = once_differentiable(lambda _: None).__code__
+"""The code of every backward that is so marked."""
 
 
 def tensor_version(tensor: Tensor) -> int | None:
@@ -144,6 +148,39 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if unwrap is None or transforms_are_active():
         return super(function, function).apply(*args)  # type: ignore[misc]
     return super(torch.autograd.Function, function).apply(*unwrap(args))  # type: ignore[misc]
+
+
+def once_differentiable_name(kind: type) -> str | None:
+    """The name of the autograd function whose nodes are of a class, if its backward is marked as differentiable once.
+
+    Inside ``torch.func`` torch makes another class of it, whose backward closes over the function.
+
+    Without the name of the function's class there is none: a second derivative that torch refuses may then be left out
+    of a gradient without an error.
+    """
+    functions = [getattr(kind, "_forward_cls", None)] if issubclass(kind, BackwardCFunction) else []
+    for function in functions:  # which grows
+        for way in ("backward", "vjp"):
+            backward = getattr(function, way, None)
+            while backward is not None:
+                if getattr(backward, "__code__", None) is _ONCE:
+                    return str(getattr(function, "__qualname__", function))
+                held = [cell.cell_contents for cell in getattr(backward, "__closure__", None) or ()]
+                functions += [one for one in held if _is_function(one) and one not in functions]
+                backward = getattr(backward, "__wrapped__", None)
+    return None
+
+
+def _is_function(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, torch.autograd.Function)
+
+
+def is_refusal(node: Any) -> bool:
+    """Whether a node is one that torch puts behind what must not be differentiated again: it raises when it is reached.
+
+    Without its name the answer is always no, with the same consequence.
+    """
+    return type(node).__name__ == "Error"
 
 
 def ends_gradients_graph(node: Any, gradients: Sequence[Any]) -> bool:

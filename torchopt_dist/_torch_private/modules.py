@@ -75,6 +75,19 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: module.__dict__[name] for name in _names[type(module)] if name in module.__dict__}
 
 
+_REGISTERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_OF_ALL = frozenset(vars(nn.Module())) - {"training", *_REGISTERS}
+
+
+def attributes_for_forward(module: nn.Module) -> tuple[list[str], list[dict[Any, Any]]]:
+    """The names of a module's attributes that may mean something for its forward; the dictionaries among them.
+
+    Without the names the dictionaries are found as other attributes are, as far as they are short.
+    """
+    own = vars(module)
+    return [name for name in own if name not in _OF_ALL], [own[name] for name in _REGISTERS if name in own]
+
+
 def _missing(module: nn.Module, name: str) -> RuntimeError:
     return RuntimeError(
         f"torchopt_dist needs the attribute `{name}` of torch.nn.Module, which a {type(module).__name__} does not "

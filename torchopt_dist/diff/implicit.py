@@ -21,6 +21,8 @@ from torchopt_dist._options import hinted
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import LinearSolver, OptionalTensor, TensorTree
 from torchopt_dist._vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
+from torchopt_dist.core.binding import bind
+from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
 from torchopt_dist.linear_solve.solver import Solver
@@ -105,7 +107,9 @@ def custom_root(
             if has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 raise TypeError(f"with `has_aux` the solver must return a pair, got {type(result).__name__}")
             solution, *aux = result if has_aux else (result,)
-            attached = attach(optimality_fn, solution, others, named, [n - 1 for n in places], solver)
+            equation = bind(optimality_fn)
+            equation.settle()
+            attached = attach(equation, solution, others, named, [n - 1 for n in places], solver)
             return (attached, *aux) if has_aux else attached
 
         return solved
@@ -327,6 +331,7 @@ def _differentiably(
 
     some = [other for other, is_wanted in zip(others, wanted, strict=True) if is_wanted]
     values, pulled = vjp(values_of, some, zeros=equation.look is None)
+    refuse_left_out(values)
     return _told(equation, x, values, grads, u, others, wanted, pulled([-leaf for leaf in u]))
 
 
@@ -345,6 +350,7 @@ def _once(
             other.detach().requires_grad_(is_wanted) for other, is_wanted in zip(others, wanted, strict=True)
         ]
         values = equation(point, given)
+    refuse_left_out(values)
     u, _ = solver.solve(_Linearized(values, point), [], grads, equation.spec)
     some = [other for other, is_wanted in zip(given, wanted, strict=True) if is_wanted]
     weights = [-leaf for leaf in u]

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,6 +22,7 @@ from torchopt_dist._random_turns import draw_seed
 from torchopt_dist._torch_private import forward_mode_is_active
 from torchopt_dist._types import OptState, Params
 from torchopt_dist._vjp import takes_duals
+from torchopt_dist.core.binding import Bindings
 from torchopt_dist.diff.adjoints import (
     SAMA,
     Adjoint,
@@ -32,6 +34,7 @@ from torchopt_dist.diff.adjoints import (
     Truncated,
 )
 from torchopt_dist.diff.adjoints._declared import (
+    consists_of_numbers,
     differentiable,
     tensors_of_batches,
     tensors_of_meta,
@@ -299,15 +302,20 @@ def _inner_loop(
         )
     if compile:
         loop = compiled(loop, compile)
+    recording = torch.is_grad_enabled()
+    bindings = None
+    if recording and adjoint.runs_again:
+        loop, bindings = _with_names_as_now(loop)
     if parallel is not None:
         loop = parallel.spread(loop, adjoint, meta)
-    recording = torch.is_grad_enabled()
     if recording:
         outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
         if not (loop.declared or adjoint.first_has_gradient):
             _warn_of_nothing(type(adjoint).__name__)
     else:
         outcome = loop.run(loop.training_step, loop.own(loop.first))
+    if bindings is not None:
+        bindings.settle()
     losses = _all_in_one(outcome.losses)
     # Where nothing is recorded, too, another loop can train the parameters on.
     carry = outcome.carry if recording else loop.cut(outcome.carry)
@@ -318,6 +326,27 @@ def _inner_loop(
             InnerLoopResult(adapted, last_state.inner_state, losses, outcome.aux), norms
         )
     return InnerLoopResult(adapted, last_state, losses, outcome.aux)
+
+
+def _with_names_as_now(loop: Loop) -> tuple[Loop, Bindings]:
+    """The same loop, whose functions find what their names mean now if they run again; and these names."""
+    batches = loop.batches
+    optimizer = None if consists_of_numbers(loop.optimizer) else loop.optimizer
+    is_function = callable(batches) and not isinstance(batches, Stream)
+    data = batches if is_function else tuple(tensors_of_batches(batches))
+    bindings = Bindings(loop.loss, loop.stop, optimizer, data)
+    if is_function:
+        batches = bindings.of(batches)
+    elif isinstance(batches, list):
+        batches = [*batches]
+    bound = replace(
+        loop,
+        loss=bindings.of(loop.loss),
+        batches=batches,
+        stop=bindings.of(loop.stop),
+        optimizer=loop.optimizer if optimizer is None else bindings.of(optimizer),
+    )
+    return bound, bindings
 
 
 def _warn_of_nothing(name: str) -> None:

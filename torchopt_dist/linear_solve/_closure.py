@@ -26,7 +26,7 @@ from torchopt_dist._torch_private import (
     transforms_are_active,
 )
 from torchopt_dist._vjp import Tensors, pull, refuse_forward_mode, takes_duals
-from torchopt_dist.linear_solve._kept import closed_over, kept, modules_as_now
+from torchopt_dist.core.binding import Bound, bind
 from torchopt_dist.linear_solve._operator import LinearOperator, Product
 from torchopt_dist.linear_solve._substitute import Edge, OnlyThese, StandIns, Substitute, Watch, edge_of
 
@@ -60,9 +60,9 @@ def convert(
         arguments: Any = [matvec.args, matvec.keywords]
         given, given_spec = pytree.flatten(arguments)
         function = matvec.func
-    function = kept(function)
-    tensors, modules = closed_over(function)
-    fixed = _Function(function, spec, given_spec, tuple(given), as_now=modules_as_now(modules))
+    bound = bind(function)
+    tensors = bound.tensors
+    fixed = _Function(bound, spec, given_spec, tuple(given))
     explicit = [leaf for leaf in given if _counts(leaf)]
     if transforms_are_active():
         seen = Watch(leaves + explicit, tensors)
@@ -172,12 +172,10 @@ def _borders(
 class _Function:
     """A function of a tree → of lists: the tensors that a ``partial`` gives, and the vector's leaves."""
 
-    function: Callable[..., Any]
+    function: Bound
     spec: pytree.PyTreeSpec
     given_spec: pytree.PyTreeSpec | None
     given: tuple[Any, ...] = field(repr=False)
-    as_now: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """Makes a context in which modules have the parameters with which the solver was called."""
     needs_graph: bool = field(default_factory=torch.is_grad_enabled)
     """Grad mode was on where the solver was called: a product may be a gradient of what it computes itself."""
 
@@ -187,7 +185,7 @@ class _Function:
             values = iter(explicit)
             filled = [next(values) if _counts(leaf) else leaf for leaf in self.given]
             args, kwargs = pytree.unflatten(self.given_spec, filled)
-        with torch.set_grad_enabled(self.needs_graph or torch.is_grad_enabled()), self.as_now():
+        with torch.set_grad_enabled(self.needs_graph or torch.is_grad_enabled()):
             value = self.function(*args, pytree.unflatten(self.spec, vector), **kwargs)
         product = pytree.flatten_like(self.spec, value, "matvec(b)", "b")
         _check(product, vector)
@@ -204,6 +202,9 @@ class _AsItIs(LinearOperator):
 
     def product(self, vector: Tensors) -> Tensors:
         return self.fixed.call(self.explicit, vector)
+
+    def settle(self) -> None:
+        self.fixed.function.settle()
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
         return list(_Closed.apply(self.product, self.borders, len(vector), *vector, *params))
@@ -275,6 +276,9 @@ class _Substituting(LinearOperator):
     found: tuple[Tensor, ...]
     unused: tuple[Tensor, ...] = ()
     """Tensors that a product takes from outside, but does not depend on."""
+
+    def settle(self) -> None:
+        self.fixed.function.settle()
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
         if transforms_are_active():

@@ -140,13 +140,16 @@ class Solver(ABC):
         self, operator: LinearOperator, params: Tensors, b: Tensors, spec: pytree.PyTreeSpec
     ) -> tuple[Tensors, SolverInfo]:
         """Solve for an operator and the leaves of ``b``; ``spec`` is the structure of ``b``."""
+        damped = operator
         if self.ridge is not None:
             ridge = torch.as_tensor(self.ridge, dtype=b[0].dtype, device=b[0].device).reshape(())
-            operator, params = RidgeOperator(operator), [ridge, *params]
+            damped, params = RidgeOperator(operator), [ridge, *params]
         start: Tensors = []
         if self.init is not None:
             start = pytree.flatten_like(spec, self.init, "init", "b")
-        return solve_implicitly(self, spec, operator, params, b, start)
+        found = solve_implicitly(self, spec, damped, params, b, start)
+        operator.settle()
+        return found
 
     @abstractmethod
     def run(self, system: System) -> Outcome:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import LinearSolver
+from torchopt_dist.core.binding import bind
 from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve.solver import Solver
@@ -127,6 +128,7 @@ def _connect(module: ImplicitMetaGradientModule, args: tuple[Any, ...], kwargs: 
     params, metas = _trainable(module), dict(module.named_meta_parameters())
     if not params or not metas:
         return
+    residual = module.optimality
 
     def optimality(
         params: dict[str, Tensor], metas: dict[str, Tensor], args: Any, kwargs: dict[str, Any]
@@ -136,7 +138,7 @@ def _connect(module: ImplicitMetaGradientModule, args: tuple[Any, ...], kwargs: 
             new = {id(now[name]): tensor for name, tensor in params.items()}
             new |= {id(there): metas[name] for name, there in module.named_meta_parameters() if name in metas}
             with swapped([*module._own_containers(), *module._meta_containers()], new):
-                values = module.optimality(*args, **kwargs)
+                values = residual(*args, **kwargs)
         if not isinstance(values, (tuple, list)) or len(values) != len(params):
             got = len(values) if isinstance(values, (tuple, list)) else type(values).__name__
             raise ValueError(
@@ -145,9 +147,11 @@ def _connect(module: ImplicitMetaGradientModule, args: tuple[Any, ...], kwargs: 
         return dict(zip(params, values, strict=True))
 
     others = [metas, list(args), kwargs]
-    connected = attach(optimality, params, others, {}, [0], module.linear_solve)
+    equation = bind(optimality)
+    connected = attach(equation, params, others, {}, [0], module.linear_solve)
     new = {id(params[name]): connected[name] for name in params}
     for container in module._own_containers():
         for name, tensor in container.items():
             if id(tensor) in new:
                 container[name] = new[id(tensor)]
+    equation.settle()

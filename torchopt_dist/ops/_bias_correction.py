@@ -50,7 +50,9 @@ def on_device(counts: list[Tensor], device: torch.device) -> list[Tensor]:
         return counts
     numbers = values(counts)
     if isinstance(numbers, (int, float)):
-        return [torch.full((), numbers, dtype=torch.float32, device=device)] * len(counts)  # waits for no copy
+        return [torch.full((), numbers, dtype=torch.float32, device=device)] * len(
+            counts
+        )  # waits for no copy
     return list(torch.tensor(numbers, dtype=torch.float32).to(device).unbind())
 
 

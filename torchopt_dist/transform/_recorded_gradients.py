@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist._formulas.attention import explain, is_attention
 from torchopt_dist._formulas.normalization_nodes import is_normalization, mend
 from torchopt_dist._torch_private import ends_gradients_graph, grad_of_loss, vmaps
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vmap import values_of
+from torchopt_dist.core.second_order import explain, guarded, lacks, refusal
 
 __all__ = ["mend_recorded", "recorded_gradients", "update_by_own"]
 
@@ -33,34 +33,37 @@ def recorded_gradients(
         leaves: the tensors to differentiate with respect to; the graph behind them is not searched for kernels.
         retain_graph: as torch's.
 
+    Returns:
+        The gradients, through which a backward pass raises ``RuntimeError`` where the loss has no second derivative.
+
     Raises:
         ValueError: the graph of the gradients would end in ``DTensor.from_local``.
     """
-    nodes = _nodes([loss], leaves)
-    normalizes, attends, redistributes = _are_special(
-        frozenset([kind.__name__ for kind in {*map(type, nodes)}])
-    )
-    if not (normalizes or attends or redistributes):
-        del nodes  # sooner while they are in the cache
+    first = nodes = _nodes([loss], leaves)
+    kinds = {*map(type, nodes)}
+    normalizes, lacking, redistributes = _are_special(frozenset([kind.__name__ for kind in kinds]))
+    refuses = any(map(refusal, kinds))
+    if not (normalizes or lacking or redistributes or refuses):
+        del first, nodes  # sooner while they are in the cache
         return grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
     if normalizes:  # the loss may have a gradient in it
         mend(nodes)
     with _refusing(nodes) if redistributes else nullcontext():
         found = grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
-    if normalizes or attends:
+    if normalizes or lacking:
         nodes = _nodes([grad for grad in found if grad is not None], leaves)
         mend(nodes)
-        if attends:
-            explain(nodes)
-    return found
+        if lacking:
+            explain(nodes, lacking)
+    return tuple(guarded(found, leaves, first)) if refuses else found
 
 
 @lru_cache(maxsize=1024)
-def _are_special(kinds: frozenset[str]) -> tuple[bool, bool, bool]:
-    """Whether some of the nodes of these kinds are of a normalization, of attention, of ``DTensor.from_local``."""
+def _are_special(kinds: frozenset[str]) -> tuple[bool, list[str], bool]:
+    """Whether nodes of these kinds are of a normalization; what to write instead of some; whether some end a graph."""
     return (
         any(map(is_normalization, kinds)),
-        any(map(is_attention, kinds)),
+        sorted({text for kind in kinds if (text := lacks(kind))}),
         "_FromTorchTensorBackward" in kinds,
     )
 

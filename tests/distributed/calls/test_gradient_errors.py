@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch.autograd.function import once_differentiable
 
 import torchopt_dist as todist
 from tests.distributed.programs import cube, remote, vectors
@@ -37,6 +38,45 @@ class _Broken(torch.autograd.Function):
 
 def _broken(x):
     return _Broken.apply(x).sum()
+
+
+def test_what_must_not_be_differentiated_twice_is_an_error(world):
+    """A worker differentiates for the tensors of the call, which torch's own refusal is not behind."""
+
+    def body():
+        x, _ = vectors()
+        once = "differentiate twice a function that was marked with @once_differentiable"
+        for worker in (0, 1):
+            torch.testing.assert_close(torch.autograd.grad(remote(_once, worker=worker)(x), x)[0], 3 * x**2)
+            value = remote(_stepped, worker=worker)(x)
+            with pytest.raises(RuntimeError, match=once):
+                value.backward()
+            (gradient,) = torch.autograd.grad(remote(_once, worker=worker)(x), x, create_graph=True)
+            with pytest.raises(RuntimeError, match=f"{once}, `_Once`"):
+                torch.autograd.grad(gradient.sum(), x)
+
+    world(2).on_zero(body)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+def _once(x):
+    return _Once.apply(x).sum()
+
+
+def _stepped(x):
+    (gradient,) = torch.autograd.grad((_Once.apply(x) ** 2).sum(), x, create_graph=True)
+    return ((x - 0.1 * gradient) ** 2).sum()
 
 
 def test_what_cannot_be_connected_is_an_error(world):

@@ -16,6 +16,7 @@ from torchopt_dist.linear_solve._substitute import edge_of
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [
+    "consists_of_numbers",
     "depend_on_each_other",
     "depends_on_others",
     "differentiable",
@@ -78,10 +79,8 @@ def tensors_of_batches(batches: Any) -> list[Tensor]:
 
 def tensors_within(thing: Any) -> list[Tensor]:
     """The tensors with which functions of an optimizer were made: its hyper-parameters."""
-    if isinstance(thing, ChainedGradientTransformation):
-        whole = thing.fused_step
-        if whole.of_gradients_alone and whole.first_link == 0:
-            return []  # all are numbers
+    if consists_of_numbers(thing):
+        return []
     found: list[Tensor] = []
     visited: set[int] = set()
     waiting = [thing]
@@ -95,6 +94,14 @@ def tensors_within(thing: Any) -> list[Tensor]:
             visited.add(id(one))
             waiting.extend(reversed(_parts(one)))
     return found
+
+
+def consists_of_numbers(optimizer: Any) -> bool:
+    """Whether it is known that all hyper-parameters of an optimizer are numbers, without looking at each."""
+    if not isinstance(optimizer, ChainedGradientTransformation):
+        return False
+    whole = optimizer.fused_step
+    return whole.of_gradients_alone and whole.first_link == 0
 
 
 _PLAIN = frozenset((float, int, bool, str, type(None), torch.dtype))

@@ -24,6 +24,7 @@ from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist._vjp import pulled_back
+from torchopt_dist.core.second_order import why_not_twice, with_refusal
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._carry import (
     Batches,
@@ -353,7 +354,8 @@ class Loop:
             loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
             flat, spec = pytree.flatten(aux)
             tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-            rest[:] = [[_HERE if isinstance(leaf, Tensor) else leaf for leaf in flat], spec, len(buffers)]
+            filled = [_HERE if isinstance(leaf, Tensor) else leaf for leaf in flat]
+            rest[:] = [filled, spec, len(buffers), why_not_twice([loss])]
             return loss.reshape(()), [*buffers, *tensors]
 
         given = [carry.params[place] for place in self.model.moved_places]
@@ -363,7 +365,9 @@ class Loop:
             (loss,) = mean(self.ranks, [loss])
         if all(grad is None for grad in found):
             raise gradients_missing(len(given), len(given))
-        flat, spec, count = rest
+        flat, spec, count, why_not = rest
+        if why_not is not None:
+            found = with_refusal(found, [*given, *(self.others or self.declared)], why_not)
         tensors = iter(others[count:])
         aux = pytree.unflatten(spec, [next(tensors) if leaf is _HERE else leaf for leaf in flat])
         return Evaluation(loss, aux, self._at_places(found), others[:count])

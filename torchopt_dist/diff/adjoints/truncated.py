@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ class Truncated(Adjoint):
         TypeError: ``steps`` is not an integer.
         ValueError: it is negative.
     """
+
+    runs_again: ClassVar[bool] = False
 
     steps: int
 

@@ -20,6 +20,7 @@ from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist._vjp import plus, pulled_back
+from torchopt_dist.core.binding import Bound
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, WatchFn
 from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
@@ -201,6 +202,8 @@ class CompiledLoop(Loop):
                 stacklevel=4,
             )
             return otherwise()
+        if isinstance(self.loss, Bound) and not self.loss.is_the_same:
+            return otherwise()  # a program would have what names mean now
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             seed_step(self.seed, number)  # which a batch's random numbers come from, too
             batch: tuple[Any, ...] = ()

@@ -19,6 +19,7 @@ from torchopt_dist._torch_private import (
     forget_failed_runs,
     next_sequence_number,
 )
+from torchopt_dist.core.second_order import guarded, refuse_left_out
 from torchopt_dist.distributed.group.chunks import Deferred
 from torchopt_dist.distributed.group.group import answering_group
 from torchopt_dist.distributed.group.kept import HeldLeaf, Kept, KeptGraph
@@ -192,6 +193,7 @@ def _differentiate(
     """The gradients of the graph's inputs; those of tensors of mirrors stay here."""
     are_wanted = [*backward.wanted, *(backward.wanted[each.hook] for each in graph.held)]
     wanted = [leaf for leaf, is_wanted in zip(graph.inputs, are_wanted, strict=True) if is_wanted]
+    nodes = refuse_left_out(outputs)
     if backward.keep:  # so that sums have one order, whichever thread this is
         advance_sequence_numbers(graph.end)
     with backward.state.applied(), torch.enable_grad(), ExitStack() as stack:
@@ -201,16 +203,18 @@ def _differentiate(
             deferred = stack.enter_context(
                 streams.deferring([graph.inputs[place] for place in backward.streamed])
             )
-        found = iter(
-            torch.autograd.grad(
-                outputs,
-                wanted,
-                output_grads,
-                retain_graph=backward.retain_graph or graph.shared,
-                create_graph=backward.keep,
-                allow_unused=True,
-            )
+        made: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            outputs,
+            wanted,
+            output_grads,
+            retain_graph=backward.retain_graph or graph.shared,
+            create_graph=backward.keep,
+            allow_unused=True,
         )
+        if backward.keep:
+            made = guarded(made, wanted, nodes)
+    del nodes
+    found = iter(made)
     grads = [next(found) if is_wanted else None for is_wanted in are_wanted]
     grads, staying = grads[: len(backward.wanted)], grads[len(backward.wanted) :]
     keep_grads(backward.key, graph.held, staying)

@@ -1,0 +1,191 @@
+"""Several tasks in a ``for``, one backward at the end → the gradients of one backward after each task.
+
+The names that a task's functions read are bound anew for the next one. The programs are text, since a linter warns of
+just that.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchopt_dist as todist
+from tests.diff.adjoint_table import ALL, EXACT, SAMPLED
+
+AGAIN = [name for name, adjoint in ALL.items() if adjoint.runs_again]
+
+SETUP = """
+import torch
+from torch import nn
+import torchopt_dist as todist
+w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+xs = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+sgd = todist.sgd(lr=0.2)
+def outer(result, x): return ((result.params - 1.5 * x) ** 2).sum()
+"""
+
+PROGRAMS = {
+    "a variable of a loop": """
+        def tasks(loop):
+            for x in xs:
+                yield outer(loop(lambda p: (w * (p - x) ** 2).sum(), sgd), x)
+    """,
+    "global names": """
+        def distance(p): return (p - x) ** 2 * factors[i]
+        def loss(p): return (w * distance(p)).sum()
+        def tasks(loop):
+            global x, i, factors
+            for i, x in enumerate(xs):
+                factors = [1.0 + i, 2.0, 0.5]
+                yield outer(loop(loss, sgd), x)
+    """,
+    "attributes": """
+        class Trainer:
+            def loss(self, p): return self.weighted((p - self.x) ** 2)
+            def weighted(self, p): return (self.weights * p).sum()
+            def tasks(self, loop):
+                self.weights = w
+                for self.x in xs:
+                    yield outer(loop(self.loss, sgd), self.x)
+        def tasks(loop): return Trainer().tasks(loop)
+    """,
+    "batches and a schedule": """
+        def batch(number): return x * (1 + 0.1 * number)
+        def rate(step): return 0.2 / (1 + 0.1 * x * step)
+        def loss(p, y): return (w * (p - y) ** 2).sum()
+        def tasks(loop):
+            global x
+            for x in xs:
+                yield outer(loop(loss, todist.sgd(lr=rate, momentum=0.5), batch), x)
+    """,
+    "a list of batches": """
+        def loss(p, y): return (w * (p - y) ** 2).sum()
+        def tasks(loop):
+            batches = []
+            for x in xs:
+                batches[:] = [x, x + 0.1, x + 0.2]
+                yield outer(loop(loss, sgd, batches), x)
+    """,
+    "parameters of a module": """
+        head = nn.Linear(2, 2).double()
+        for p in head.parameters(): p.requires_grad_(False)
+        def loss(p): return (w * head(p) ** 2).sum() + (p ** 2).sum()
+        def tasks(loop):
+            for x in xs:
+                head.weight = nn.Parameter(torch.eye(2, dtype=torch.float64) * x, requires_grad=False)
+                yield outer(loop(loss, sgd), x)
+    """,
+}
+
+
+def derivatives(text: str, adjoint: Any, late: bool, order: int = 1) -> list[Tensor]:
+    """The sum of the tasks' gradients, or the gradient of a number made of these."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(SETUP + textwrap.dedent(text), names)
+    w = names["w"]
+    given = {"meta": w, "adjoint": adjoint, "seed": 1}
+
+    def loop(loss: Any, optimizer: Any, batches: Any = 3) -> Any:
+        first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        steps = 3 if callable(batches) else None
+        return todist.inner_loop(loss, optimizer, first, batches, steps=steps, **given)
+
+    def seeded() -> Any:
+        for number, value in enumerate(names["tasks"](loop)):
+            torch.manual_seed(number)  # from which evolution strategies have drawn their seeds
+            yield value
+
+    values = iter(list(seeded()) if late else seeded())
+    found = []
+    for value in values:
+        (gradient,) = torch.autograd.grad(value, w, create_graph=order == 2)
+        found.append(torch.autograd.grad(gradient.sin().sum(), w)[0] if order == 2 else gradient)
+    return found
+
+
+@pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
+def test_a_backward_at_the_end_is_that_after_each_task(name, text):
+    adjoint = ALL[name]
+    late = derivatives(text, adjoint, True)
+    torch.testing.assert_close(late, derivatives(text, adjoint, False))
+    assert not torch.allclose(late[0], late[1])
+    if name in EXACT:
+        torch.testing.assert_close(late, derivatives(text, todist.Recorded(), False))
+
+
+@pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("name", ["replayed", "replayed from snapshots", "implicit"])
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
+def test_second_derivatives(name, text):
+    late = derivatives(text, ALL[name], True, 2)
+    same = todist.Recorded() if name in EXACT else ALL[name]
+    torch.testing.assert_close(late, derivatives(text, same, False, 2))
+
+
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
+def test_a_tensor_that_was_changed_in_place_is_an_error(name):
+    """As with a recorded loop, whose graph has saved it."""
+    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+
+    def total(adjoint: Any) -> Tensor:
+        result = todist.inner_loop(
+            lambda p: (w * x * (p - x) ** 2).sum(), todist.sgd(lr=0.2), first, 3, meta=w, adjoint=adjoint
+        )
+        value = result.params.sum()
+        x.add_(1)
+        return torch.autograd.grad(value, w)[0]
+
+    for adjoint in (todist.Recorded(), ALL[name]):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            total(adjoint)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
+def test_a_batch_that_was_changed_in_place_is_an_error(name):
+    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    loop = partial(todist.inner_loop, lambda p, y: (w * (p - y) ** 2).sum(), todist.sgd(lr=0.2), first)
+    value = loop([x, x, x], meta=w, adjoint=ALL[name]).params.sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(value, w)
+
+
+def test_the_samples_of_a_vmap():
+    """Of which each has a name's value of its own."""
+    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+
+    def total(adjoint: Any, late: bool) -> Tensor:
+        scale = 1.0
+
+        def task(x: Tensor) -> Tensor:
+            y = x * scale
+            first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+            given = {"meta": w, "adjoint": adjoint}
+            result = todist.inner_loop(
+                lambda p: (w * scale * (p - y) ** 2).sum(), todist.sgd(lr=0.2), first, 3, **given
+            )
+            return (result.params - 1.5 * x).square().sum()
+
+        value = torch.vmap(task)(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)).sum()
+        scale = 3.0 if late else scale
+        return torch.autograd.grad(value, w)[0]
+
+    torch.testing.assert_close(total(todist.Replayed(), True), total(todist.Recorded(), False))
+
+
+def test_sampled_adjoints_are_among_those():
+    assert set(SAMPLED) < set(AGAIN)
