@@ -178,6 +178,11 @@ def test_arguments_are_kept_as_saved_tensors() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         value, _ = again(a, b)
     assert [id(x) for x in packed] == [id(a), id(b)]
+
+
+def test_an_argument_that_was_changed_in_place_is_torchs_error() -> None:
+    a, b = (x.requires_grad_() for x in points())
+    value, _ = again(a, b)
     with torch.no_grad():
         a.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
