@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from torchopt_dist._torch_private import pending_gpu_seeds, queue_gpu_seed, set_pending_gpu_seeds
+
 __all__ = ["States", "draw", "draw_from", "generators", "have_changed", "restore", "seed_all", "states"]
 
-States: TypeAlias = list[tuple[torch.Generator, torch.Tensor]]
+States: TypeAlias = list[tuple[Any, Any]]
 """Each generator and its state; that of the CPU is the first."""
 
+WITH_GPUS = torch.backends.cuda.is_built()
 
-def generators() -> list[torch.Generator]:
+
+class _UnusedGpu:
+    """In the place of the generator of a GPU that is not in use yet, which torch seeds when it comes into use."""
+
+    def get_state(self) -> Any:
+        return None if torch.cuda.is_initialized() else pending_gpu_seeds()
+
+    def set_state(self, state: Any) -> None:
+        set_pending_gpu_seeds(state)
+
+    def manual_seed(self, seed: int) -> None:
+        queue_gpu_seed(seed)
+
+
+_UNUSED = _UnusedGpu()
+
+
+def generators() -> list[Any]:
     """The generators that random numbers are drawn from: those of the CPU and of the current GPU."""
-    found = [torch.default_generator]
+    found: list[Any] = [torch.default_generator]
     if torch.cuda.is_initialized():
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    elif WITH_GPUS:
+        found.append(_UNUSED)
     return found
 
 
@@ -39,9 +61,11 @@ def seed_all(seed: int) -> None:
 
 def have_changed(before: States) -> bool:
     """Whether generators are not as they were, or a GPU has come into use."""
-    if len(generators()) > len(before):
-        return True
-    return not all(torch.equal(generator.get_state(), state) for generator, state in before)
+    return not all(_same(generator.get_state(), state) for generator, state in before)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
 
 
 _drawn = torch.empty(1, dtype=torch.int64, device="cpu")

@@ -197,6 +197,16 @@ BOUND = {
 }
 
 REFUSED = {
+    "a global name that a method of a data class reads": """
+        x = 1.0
+        @dataclasses.dataclass(frozen=True)
+        class Settings:
+            y: float
+            def loss(self, p): return p * x
+        settings = Settings(1.0)
+        def f(p): return settings.loss(p)
+        def anew(): globals()['x'] = 3.0
+    """,
     "a global name that a method of a class reads": """
         x = 1.0
         class Net(nn.Module):
@@ -376,6 +386,25 @@ def test_code_of_installed_packages_is_not_followed():
     bindings = Bindings(nn.functional.cross_entropy)
     assert not bindings._places
     assert bindings.of(nn.functional.cross_entropy) is nn.functional.cross_entropy
+
+
+def test_what_is_looked_at_is_bounded_and_asks_no_object():
+    """Data in lists is not looked through, and an object's own ways to find attributes are not called."""
+    names = script("""
+        class Proxy:
+            def __getattr__(self, name): raise ZeroDivisionError(name)
+        proxy = Proxy()
+        rows = [[[float(k) for k in range(100)] for _ in range(100)] for _ in range(100)]
+        x = 1.0
+        def f(p): return p * x * len(rows) * (proxy is not None)
+    """)
+    bound = bind(names["f"])
+    assert (
+        sum(len(node.thing) for node in bound._bindings._nodes.values() if type(node.thing) is list) <= 1024
+    )
+    bound.settle()
+    names["x"] = 2.0
+    assert value(bound) == 200.0
 
 
 SCALE = 1.0

@@ -223,13 +223,14 @@ def of_all_ranks(numbers: list[Any]) -> list[Tensor]:
     return [torch.tensor(x, dtype=torch.float64) for x in numbers[1:] if x is not None]
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("shard", [None, "state"])
 def test_ranks_of_one_loop_on_the_device(shard: str | None) -> None:
     parts: dict[str, Any] = {} if shard is None else {"shard": shard}
     alone = World(1, rpc=False).run(of_ranks, "gloo", {})[0]
     own = "nccl" if GPU else "gloo"
     for size, backend in ((1, own), (2, "gloo" if torch.cuda.device_count() < 2 else own)):
-        found = World(size, rpc=False).run(of_ranks, backend, parts)
+        found = World(size, rpc=False).run(of_ranks, backend, parts, timeout=40.0)
         for of_rank in found:
             assert_near(of_all_ranks(of_rank), of_all_ranks(alone), 1e-6)
 

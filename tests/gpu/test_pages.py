@@ -38,7 +38,9 @@ def test_programs_of_the_pages_run_there(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     check_output(program, done.stdout)
     size = GPUS if GPU and page == "gpus" else 2  # that page has a worker for each GPU
-    check_output(program, torchrun(f"--nproc_per_node={size}", path, warm=not GPU, timeout=100))
+    check_output(
+        program, torchrun("--standalone", f"--nproc_per_node={size}", path, warm=not GPU, timeout=100)
+    )
 
 
 def use_own_gpu() -> None:
@@ -60,15 +62,15 @@ def rank_and_size() -> tuple[int, int]:
     return todist.get_rank(), todist.get_world_size()
 
 
-@pytest.mark.parametrize("number", ["gpu", "gpu:4", "auto"])
+@pytest.mark.parametrize("number", ["gpu", "gpu:2", "auto"])
 def test_a_launch_starts_a_worker_for_each_gpu(number: str) -> None:
-    if not GPU and number != "auto":
-        with pytest.raises(ValueError, match="GPU"):
+    if number != "auto" and torch.cuda.device_count() < (2 if number == "gpu:2" else 1):
+        with pytest.raises(ValueError, match="must not ask for more GPUs than there are"):
             todist.launch(rank_and_size, nproc_per_host=number)
         return
     made = todist.launch(rank_and_size, nproc_per_host=number, rpc=True)
-    size = min(4, GPUS) if number == "gpu:4" else GPUS
-    assert made.rank(0)[1] == size if GPU else made.rank(0)[1] >= 1
+    size = made.rank(0)[1]
+    assert size == (2 if number == "gpu:2" else GPUS) if GPU else size >= 1
 
 
 def half_precision() -> None:

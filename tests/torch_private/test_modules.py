@@ -36,6 +36,20 @@ def test_a_module_is_given_other_parameters_unless_its_dictionary_is_missing() -
     assert "_parameters" not in vars(module)
 
 
+def test_what_means_something_for_a_forward_is_found_by_its_name_unless_that_is_hidden() -> None:
+    module = nn.BatchNorm1d(2)
+    names, registers = private.attributes_for_forward(module)
+    assert {"training", "eps", "momentum"} <= {*names}
+    assert "_backward_hooks" not in names
+    assert any(one is module._buffers for one in registers)
+    for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
+        del vars(module)[name]
+    assert private.attributes_for_forward(module) == (
+        [name for name in names if name in vars(module)],
+        [],
+    )
+
+
 def test_attributes_are_listed_or_those_that_were_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(nn.Linear):
         """A class whose attributes nobody has noted."""
@@ -51,17 +65,3 @@ def test_attributes_are_listed_or_those_that_were_noted(monkeypatch: pytest.Monk
     assert private.attributes_of(module[0]) == vars(module[0])
     other = Own(1, 1)
     assert private.attributes_of(other) == vars(other)  # which has no `extra`
-
-
-def test_what_means_something_for_a_forward_is_found_by_its_name_unless_that_is_hidden() -> None:
-    module = nn.BatchNorm1d(2)
-    names, registers = private.attributes_for_forward(module)
-    assert {"training", "eps", "momentum"} <= {*names}
-    assert "_backward_hooks" not in names
-    assert any(one is module._buffers for one in registers)
-    for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
-        del vars(module)[name]
-    assert private.attributes_for_forward(module) == (
-        [name for name in names if name in vars(module)],
-        [],
-    )

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torchopt_dist._formulas.activations import mish, silu
 from torchopt_dist._formulas.attention import short_attention
 from torchopt_dist._formulas.batch_norm import batch_norm, instance_norm
+from torchopt_dist._formulas.dropout import dropout
 from torchopt_dist._formulas.group_norm import group_norm
 from torchopt_dist._formulas.layer_norm import layer_norm, short_layer_norm
 from torchopt_dist._formulas.losses import huber_loss, mse_loss
@@ -60,4 +61,5 @@ _IN_FORWARD_MODE: dict[Any, Callable[..., Any]] = {
     F.silu: silu,
     F.mish: mish,
     F.group_norm: group_norm,
+    F.dropout: dropout,
 }

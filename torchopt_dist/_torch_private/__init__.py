@@ -27,6 +27,11 @@ from torchopt_dist._torch_private.engine import (
     sequence_numbers,
     set_sequence_number,
 )
+from torchopt_dist._torch_private.generators import (
+    pending_gpu_seeds,
+    queue_gpu_seed,
+    set_pending_gpu_seeds,
+)
 from torchopt_dist._torch_private.graph import (
     apply_function,
     bytes_of_results,
@@ -136,12 +141,15 @@ __all__ = [
     "original_of",
     "outside_of_transforms",
     "parameters_of",
+    "pending_gpu_seeds",
     "profiler_is_on",
+    "queue_gpu_seed",
     "sequence_numbers",
     "set_cpp_log_level",
     "set_default_rpc_timeout",
     "set_failure",
     "set_parameters",
+    "set_pending_gpu_seeds",
     "set_sequence_number",
     "tensor_at_level",
     "tensor_version",

@@ -48,6 +48,19 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
         raise _missing(module, "_modules") from None
 
 
+_REGISTERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_OF_ALL = frozenset(vars(nn.Module())) - {"training", *_REGISTERS}
+
+
+def attributes_for_forward(module: nn.Module) -> tuple[list[str], list[dict[Any, Any]]]:
+    """The names of a module's attributes that may mean something for its forward; the dictionaries among them.
+
+    Without the names the dictionaries are found as other attributes are, as far as they are short.
+    """
+    own = vars(module)
+    return [name for name in own if name not in _OF_ALL], [own[name] for name in _REGISTERS if name in own]
+
+
 _COMPILER_LISTS = torch.__version__ >= "2.13"  # by numbers: a `TorchVersion`
 _names: dict[type, tuple[str, ...]] = {}
 """For each class the names of its modules' attributes, where the compiler cannot list them itself."""
@@ -73,19 +86,6 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     if type(module) not in _names:
         raise NotImplementedError(f"the compiler of torch {torch.__version__} cannot list what a module has")
     return {name: module.__dict__[name] for name in _names[type(module)] if name in module.__dict__}
-
-
-_REGISTERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_OF_ALL = frozenset(vars(nn.Module())) - {"training", *_REGISTERS}
-
-
-def attributes_for_forward(module: nn.Module) -> tuple[list[str], list[dict[Any, Any]]]:
-    """The names of a module's attributes that may mean something for its forward; the dictionaries among them.
-
-    Without the names the dictionaries are found as other attributes are, as far as they are short.
-    """
-    own = vars(module)
-    return [name for name in own if name not in _OF_ALL], [own[name] for name in _REGISTERS if name in own]
 
 
 def _missing(module: nn.Module, name: str) -> RuntimeError:

@@ -33,6 +33,8 @@ _ATOMS = _NUMBERS | {type(None), torch.dtype, torch.device, torch.Size, BuiltinF
 _CONTAINERS = frozenset((list, dict, OrderedDict))
 _ENTRIES = 128
 """A list or a dictionary of more entries is data: nobody gives it others between two tasks, and looking takes long."""
+_ALL_ENTRIES = 1024
+"""So many entries of containers are looked at, at most."""
 _IMPLICIT = frozenset(
     (
         *("forward", "__call__", "__getitem__", "__iter__", "__next__", "__len__", "__contains__"),
@@ -40,7 +42,7 @@ _IMPLICIT = frozenset(
     )
 )
 """Methods that Python, torch or this package calls, not the function that is bound."""
-_PLAIN_MODULES = ("torch.nn.", "torch.ao.nn.")
+_PLAIN_MODULES = ("torch.nn.modules.", "torch.nn.utils.")
 """Where torch's modules are that consist of their attributes; others wrap compiled code or collectives."""
 
 
@@ -238,6 +240,7 @@ class _Walk:
         self._numbers: dict[tuple[int, str | None], int] = {}
         self._names: set[str] = set(_IMPLICIT)
         self._objects: list[tuple[_Node, Any, set[str]]] = []
+        self._entries_left = _ALL_ENTRIES
         self._waiting = list(functions)
         self._packages = {_package_of(function) for function in self._waiting} - _LIBRARIES
         while self._waiting:
@@ -267,10 +270,14 @@ class _Walk:
         elif kind is Bound:
             self._node(thing, [thing.__wrapped__])
         elif kind in _CONTAINERS:
-            if len(thing) <= _ENTRIES:
+            if len(thing) <= min(_ENTRIES, self._entries_left):
+                self._entries_left -= len(thing)
                 self._entries(thing)
         elif _is_structure(thing):
-            self._node(thing, _parts_of(thing))
+            parts = _parts_of(thing)
+            if len(parts) <= min(_ENTRIES, self._entries_left):
+                self._entries_left -= len(parts)
+                self._node(thing, [*parts, kind])
         elif isinstance(thing, nn.Module):
             node = self._object(thing, vars(thing))
             names, registers = attributes_for_forward(thing)
@@ -281,12 +288,12 @@ class _Walk:
         elif isinstance(thing, (type, ModuleType)):
             if self._is_users(thing.__name__ if kind is ModuleType else thing.__module__):
                 self._object(thing, vars(thing))
-        elif isinstance(
-            getattr(thing, "__wrapped__", None), FunctionType
-        ):  # as `functools.lru_cache` makes it
-            self._node(thing, [thing.__wrapped__])
-        elif self._is_users(kind.__module__) and hasattr(thing, "__dict__"):
-            self._object(thing, vars(thing))
+        else:
+            own = _attributes_of(thing)
+            if type(own.get("__wrapped__")) is FunctionType:  # as `functools.lru_cache` makes it
+                self._node(thing, [own["__wrapped__"]])
+            elif own and self._is_users(kind.__module__):
+                self._object(thing, own)
 
     def _node(self, thing: Any, parts: list[Any] | None = None) -> _Node:
         node = self.nodes[id(thing)] = _Node(thing)
@@ -359,8 +366,10 @@ class _Walk:
                     elif name not in node.names:
                         self._name(node, vars(cls), name)
 
-    def _is_users(self, module: str | None) -> bool:
-        return module is None or _top(module) in self._packages or not _is_installed(_top(module))
+    def _is_users(self, module: Any) -> bool:
+        if not isinstance(module, str):
+            return module is None
+        return _top(module) in self._packages or not _is_installed(_top(module))
 
 
 class _Reads(NamedTuple):
@@ -404,6 +413,15 @@ def _is_installed(package: str) -> bool:
     return package in _LIBRARIES or not {"site-packages", "dist-packages"}.isdisjoint(
         PurePath(file or "").parts
     )
+
+
+def _attributes_of(thing: Any) -> dict[str, Any]:
+    """The dictionary of an object, without a question to its class; empty, if it has none."""
+    try:
+        own: dict[str, Any] = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return own
 
 
 def _top(module: str) -> str:
@@ -482,11 +500,13 @@ class _Copies:
             else:
                 made.extend(map(self.of, entries))
             return made
+        if id(kind) in self._leading:  # a method of its class reads such a name
+            self._refuse(node)
         if _is_structure(thing):
             return _map_parts(thing, self.of)
         if kind is ModuleType:
             return self._filled(node, ModuleType(thing.__name__))
-        if isinstance(thing, type) or not _consists_of_attributes(kind) or id(kind) in self._leading:
+        if isinstance(thing, type) or not _consists_of_attributes(kind):
             self._refuse(node)
         try:
             made = object.__new__(kind)
@@ -567,10 +587,9 @@ class _Copies:
 
 def _is_structure(thing: Any) -> bool:
     """Whether a thing consists of parts that cannot be replaced by others."""
-    kind = type(thing)
-    if isinstance(thing, tuple) or kind is functools.partial:
+    if isinstance(thing, (tuple, functools.partial)):
         return True
-    settings = getattr(kind, "__dataclass_params__", None)
+    settings = getattr(type(thing), "__dataclass_params__", None)
     return settings is not None and settings.frozen
 
 

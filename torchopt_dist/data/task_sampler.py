@@ -107,9 +107,11 @@ class TaskSampler:
         places = list(self._places.values())
         support: list[int] = []
         query: list[int] = []
-        for number in torch.randperm(len(places), generator=generator)[: self.ways].tolist():
+        for number in torch.randperm(len(places), generator=generator, device="cpu")[: self.ways].tolist():
             of_class = places[number]
-            drawn = torch.randperm(len(of_class), generator=generator)[: self.shots + self.queries]
+            drawn = torch.randperm(len(of_class), generator=generator, device="cpu")[
+                : self.shots + self.queries
+            ]
             chosen = of_class[drawn].tolist()
             support += chosen[: self.shots]
             query += chosen[self.shots :]

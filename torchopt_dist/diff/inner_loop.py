@@ -333,8 +333,8 @@ def _with_names_as_now(loop: Loop) -> tuple[Loop, Bindings]:
     batches = loop.batches
     optimizer = None if consists_of_numbers(loop.optimizer) else loop.optimizer
     is_function = callable(batches) and not isinstance(batches, Stream)
-    data = batches if is_function else tuple(tensors_of_batches(batches))
-    bindings = Bindings(loop.loss, loop.stop, optimizer, data)
+    data = [batches] if is_function else tensors_of_batches(batches)
+    bindings = Bindings(loop.loss, loop.stop, optimizer, *data)
     if is_function:
         batches = bindings.of(batches)
     elif isinstance(batches, list):

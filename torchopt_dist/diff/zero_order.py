@@ -334,7 +334,7 @@ class _Estimate(torch.autograd.Function):
         evaluate: Callable[[Tensor], Tensor] = samples
         if settings.parallel is not None:
             evaluate = settings.parallel(samples)
-        seeds = torch.randint(2**62, (settings.num_samples,))
+        seeds = torch.randint(2**62, (settings.num_samples,), device="cpu")
         values = evaluate(seeds).to(cut[0].device)
         if settings.method == "antithetic":
             weights = (values[:, 0] - values[:, 1]) / 2

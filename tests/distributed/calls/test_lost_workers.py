@@ -225,6 +225,26 @@ def test_arguments_that_were_changed_since_are_not_used_for_a_gradient(world, tm
     survive(world(3), body)
 
 
+def test_names_mean_what_they_meant_in_the_call_where_a_loss_is_mended(world):
+    """The message was made then; also where the caller itself does the work of the others."""
+
+    def body():
+        w = torch.full((), 3.0, requires_grad=True)
+        scale, values = 0.0, []
+
+        def scaled(x):
+            return x * scale
+
+        for number in range(1, 4):
+            scale = float(number)
+            values += todist.remote_sync_call(scaled, args=(w,), partitioner=1, retries=1)
+        with pytest.raises(todist.WorkerLostError):
+            todist.remote_call(signal.raise_signal, 1, signal.SIGKILL)
+        return torch.autograd.grad(sum(values), w)[0].item()
+
+    assert survive(world(2), body) == 6.0
+
+
 def noise(folder, x):
     """Random numbers, drawn in two parts with time between."""
     first = torch.rand(())

@@ -59,7 +59,7 @@ def run_with_pairs(
         held = zip(loop.declared, around.values(loop.declared), strict=True)
         loop = _of(loop, [place for place, (_, found) in enumerate(held) if found.values.requires_grad])
     with around.outside():
-        seeds = torch.randint(2**62, (*around.sizes, samples))
+        seeds = torch.randint(2**62, (*around.sizes, samples), device="cpu")
         if loop.ranks is not None:  # all ranks run the same pairs
             seeds = loop.ranks.group.exchanged(seeds)[0]
     met: set[int] = set()

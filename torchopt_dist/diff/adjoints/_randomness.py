@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from torchopt_dist._generators import restore, seed_all, states
+from torchopt_dist._generators import WITH_GPUS, restore, seed_all, states
 from torchopt_dist._random_turns import change_generators
 
 __all__ = ["kept_generators", "seed_step"]
@@ -15,7 +15,7 @@ __all__ = ["kept_generators", "seed_step"]
 def seed_step(seed: int, number: int) -> None:
     """Seed the generators for one step."""
     own = (seed + number * 0x9E3779B97F4A7C15) % 2**63
-    change_generators(seed_all if torch.cuda.is_initialized() else torch.default_generator.manual_seed, own)
+    change_generators(seed_all if WITH_GPUS else torch.default_generator.manual_seed, own)
 
 
 def kept_generators() -> AbstractContextManager[None]:

@@ -156,7 +156,7 @@ def check_elementwise(optimizer: GradientTransformation, model: Model) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(leaf: Tensor) -> Tensor:
-        return torch.randn([2] * leaf.ndim, dtype=torch.float64, generator=generator)
+        return torch.randn([2] * leaf.ndim, dtype=torch.float64, generator=generator, device="cpu")
 
     def half(tensor: Tensor) -> Tensor:
         return tensor.reshape(-1)[: max(1, tensor.numel() // 2)].clone()
