@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import optree
@@ -24,9 +24,13 @@ _ONCE = once_differentiable(lambda _: None).__code__
 def tensor_version(tensor: Tensor) -> int | None:
     """How often a tensor has been changed in place.
 
+    It is the tensor's own, whatever stands for it in an active mode of ``torch.overrides``.
+
     Without the name the answer is ``None``: changes in place between forward and backward go unnoticed.
     """
-    return getattr(tensor, "_version", None)
+    own = getattr(torch._C, "DisableTorchFunction", None)
+    with nullcontext() if own is None else own():
+        return getattr(tensor, "_version", None)
 
 
 def has_hooks(tensor: Tensor) -> bool:
