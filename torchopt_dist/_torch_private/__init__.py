@@ -43,6 +43,7 @@ from torchopt_dist._torch_private.graph import (
     is_used_up,
     memory_is_shared,
     once_differentiable_name,
+    recomputing_checkpoint,
     tensor_version,
     tensors_entering,
 )
@@ -144,6 +145,7 @@ __all__ = [
     "pending_gpu_seeds",
     "profiler_is_on",
     "queue_gpu_seed",
+    "recomputing_checkpoint",
     "sequence_numbers",
     "set_cpp_log_level",
     "set_default_rpc_timeout",

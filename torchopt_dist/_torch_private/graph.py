@@ -6,10 +6,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import optree
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction, once_differentiable
@@ -202,3 +204,13 @@ def ends_gradients_graph(node: Any, gradients: Sequence[Any]) -> bool:
         not one.is_replicate() if partial else one != other
         for one, other, partial in zip(given, wanted, whole, strict=True)
     )
+
+
+def recomputing_checkpoint() -> tuple[ModuleType, str] | None:
+    """The module and the name of what ``torch.utils.checkpoint`` gives the function to that it will call again.
+
+    Without the name there is none: a checkpoint around attention, in a step that is recorded, fails in backward with an
+    error of torch's about what was computed again.
+    """
+    module, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+    return (module, name) if hasattr(module, name) else None
