@@ -14,7 +14,7 @@ import dis
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -136,13 +136,49 @@ class Bindings:
         finally:
             self._forget(self._changed() - changed)
 
-    def _with(self, function: Any, changed: frozenset[int]) -> Any:
+    def anew(self, *things: Any) -> list[Any]:
+        """Functions, and other things they were noted with, as they were: also what they have changed themselves.
+
+        What they change in their turn is theirs: copies are made each time.
+
+        Raises:
+            RuntimeError: as :meth:`again`.
+        """
+        self._check(things[0])
+        changed = self._changed()
+        if not changed:
+            return list(things)
+        copies = _Copies(self._nodes, self._places, changed)
+        return [copies.of(thing) for thing in things]
+
+    def settle_tensors(self, used: Collection[int]) -> list[Tensor]:
+        """The tensors that have been changed in place.
+
+        From now on they are not looked at, and neither are those that were not used.
+
+        Args:
+            used: the ids of those that were.
+        """
+        moved = [self._seen.tensors[place] for place in self._seen.changed()]
+        gone = {id(x) for x in moved}
+        self._seen = Seen(x for x in self._seen.tensors if id(x) in used and id(x) not in gone)
+        return moved
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the functions reach, each once."""
+        return [node.thing for node in self._nodes.values() if isinstance(node.thing, nn.Module)]
+
+    def _check(self, function: Any) -> None:
         for place in self._seen.changed():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(self._seen.tensors[place].shape)} that `{_name(function)}` uses, which runs "
                 "again for its gradient. Change it after the backward pass, or give the function a clone"
             )
+
+    def _with(self, function: Any, changed: frozenset[int]) -> Any:
+        self._check(function)
         if not changed:
             return function
         copies = self._copies
