@@ -4,7 +4,7 @@
 
 A deep equilibrium model (Bai et al., 2019, https://arxiv.org/abs/1909.01377) has one cell, ``tanh(W z + U x + b)``. Its
 output is the ``z`` that the cell does not change. Anderson's method finds it, and the gradient comes from one linear
-system (``custom_fixed_point``), so memory does not grow with the iterations. ``--adjoint unrolled`` differentiates the
+system, so memory does not grow with the iterations. ``--adjoint unrolled`` differentiates the
 iterations instead.
 
 The data are scikit-learn's ``load_digits``: 1,400 images of 8x8 pixels to train on, and 397 held out, of which the
@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from torchopt_dist import linear_solve, nonlinear_solve
-from torchopt_dist.diff.implicit import Adjoint, custom_fixed_point
+from torchopt_dist.diff.implicit import Adjoint
 
 TOLERANCE = 1e-4
 
@@ -41,24 +41,23 @@ class Equilibrium(nn.Module):
         self.inject = nn.Linear(inputs, width)
         self.weight = nn.Parameter(0.3 * torch.randn(width, width) / width**0.5)
         self.iterations = 0
-        self.fixed_point = custom_fixed_point(
-            cell,
-            argnums=(1, 2),
+        self.solver = nonlinear_solve.anderson(
+            rtol=TOLERANCE,
+            maxiter=50,
+            unroll=adjoint == "unrolled",
             solve=linear_solve.solve_gmres(rtol=TOLERANCE),
-            adjoint=adjoint,
-        )(self.solve)
-
-    def solve(self, z: Tensor, weight: Tensor, injected: Tensor) -> Tensor:
-        solver = nonlinear_solve.anderson(rtol=TOLERANCE, maxiter=50)
-        solution, info = solver.with_info(lambda z: cell(z, weight, injected), z)
-        self.iterations = int(info.iterations)
-        return solution
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         injected = self.inject(x)
         # A spectral norm below 1 makes the cell a contraction, so there is exactly one fixed point.
         weight = self.weight / torch.linalg.matrix_norm(self.weight, 2).clamp(min=0.9) * 0.9
-        return self.fixed_point(torch.zeros_like(injected), weight, injected)
+        fixed_point, info = self.solver.with_info(
+            lambda z: cell(z, weight, injected), torch.zeros_like(injected)
+        )
+        self.iterations = int(info.iterations)
+        solution: Tensor = fixed_point
+        return solution
 
     def plain_iterations(self, x: Tensor) -> int:
         """How many iterations would have done the same without Anderson's mixing."""

@@ -75,7 +75,8 @@ ROOMS = [
 MAY_IMPORT = {
     **dict.fromkeys(GROUND, GROUND),
     **dict.fromkeys(("ops", "linear_solve", "schedule"), GROUND),
-    **dict.fromkeys(("transform", "linalg", "nonlinear_solve"), FIRST),
+    **dict.fromkeys(("transform", "linalg"), FIRST),
+    "nonlinear_solve": FIRST | {"diff.implicit"},
     "nn": FIRST | {"diff.implicit", "diff.zero_order"},  # functions of functions, which know no modules
     "diff": FIRST,  # functions of functions; below are the parts of it that know optimizers' steps and modules
     "diff.inner_loop": SECOND

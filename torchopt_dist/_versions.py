@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import tensor_version
+from torchopt_dist._torch_private import tensor_version, without_modes
 
 __all__ = ["Seen", "check_inputs"]
 
@@ -21,12 +21,14 @@ class Seen:
     def __init__(self, tensors: Iterable[Tensor] = (), *, memory: bool = False) -> None:
         self.tensors = [*tensors]
         self._memory = memory
-        self._states = [self._state(tensor) for tensor in self.tensors]
+        with without_modes():
+            self._states = [self._state(tensor) for tensor in self.tensors]
 
     def changed(self) -> list[int]:
         """The indices of the tensors that have been changed since."""
         pairs = enumerate(zip(self.tensors, self._states, strict=True))
-        return [index for index, (tensor, state) in pairs if self._state(tensor) != state]
+        with without_modes():
+            return [index for index, (tensor, state) in pairs if self._state(tensor) != state]
 
     def _state(self, tensor: Tensor) -> tuple[int | None, int | None]:
         version = None if tensor.is_inference() else tensor_version(tensor)

@@ -521,6 +521,29 @@ def test_the_best_one_is_kept_and_restored(folder, background):
     assert again.restore({"net": module}).step == 8
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_score_is_kept_whatever_its_step_is(folder, background):
+    given = [
+        (7, 0.1),
+        (10, 0.5),
+        (25, 0.9),
+        (26, 0.7),
+        (27, 0.9),
+        (30, None),
+        (33, None),
+        (40, 0.6),
+        (41, None),
+    ]
+    with todist.Checkpointer(folder, keep=2, every=10, background=background) as checkpointer:
+        written = [step for step, score in given if checkpointer.save(step, {"step": step}, score=score)]
+        assert written == [7, 10, 25, 30, 40]
+        assert checkpointer.restore({"step": 0}, step="best").objects == {"step": 25}
+        assert checkpointer.steps() == [25, 30, 40]
+        assert not checkpointer.save(42, {"step": 42}, score=-1.0)
+        assert checkpointer.save(43, {"step": 43}, score=2.0)
+    assert todist.Checkpointer(folder, every=10).restore({"step": 0}, step="best") == (43, {"step": 43})
+
+
 def test_bad_scores_and_none(folder):
     checkpointer = todist.Checkpointer(folder)
     checkpointer.save(1, {"net": net()})

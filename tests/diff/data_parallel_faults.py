@@ -16,11 +16,73 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.diff.data_parallel_cases import steps_of
+from torchopt_dist import pytree
 
 
 def _of_ones(module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter.data.fill_(1.0)
+
+
+RATES = [0.1, 0.2]
+
+
+def others(rank: int) -> dict[str, Any]:
+    """Optimizers with states of one structure, of which each rank has another one."""
+    transform = todist.transform
+    rate, held = RATES[rank], [0.1 * (rank + 1)]
+
+    class Halved:
+        def __init__(self) -> None:
+            self.rate = rate
+
+        def __call__(self, step: Any) -> Any:
+            return self.rate / (step + 1)
+
+    return {
+        "rate": todist.sgd(lr=rate),
+        "rate of a tensor": todist.sgd(lr=torch.tensor(rate)),
+        "rate of a leaf": todist.chain(transform.masked(todist.sgd(lr=rate), [True])),
+        "betas": todist.adam(lr=0.1, betas=(0.9 - 0.3 * rank, 0.99)),
+        "momentum": todist.sgd(lr=0.1, momentum=0.5 + 0.4 * rank),
+        "nesterov": todist.sgd(lr=0.1, momentum=0.9, nesterov=bool(rank)),
+        "kind": todist.sgd(lr=0.1) if rank else todist.chain(transform.centralize(), transform.scale(-0.1)),
+        "schedule": todist.sgd(lr=[lambda step: 0.1 + 0 * step, lambda step: 0.1 / (step + 1)][rank]),
+        "schedule's number": todist.sgd(lr=lambda step: rate / (step + 1)),
+        "schedule's list": todist.sgd(lr=lambda step: held[0] / (step + 1)),
+        "schedule's default": todist.sgd(lr=lambda step, rate=rate: rate / (step + 1)),
+        "schedule of a class": todist.sgd(lr=Halved()),
+        "schedule of ours": todist.sgd(lr=todist.schedule.linear_schedule(rate, 0.0, 10)),
+        "decay of some": todist.chain(transform.add_decayed_weights(rate, mask=[True]), todist.sgd(lr=0.1)),
+    }
+
+
+def by_shape(params: Any) -> Any:
+    return pytree.map_tensors(lambda p: p.ndim < 2, params)
+
+
+def halved(updates: Any, state: Any, *, params: Any = None, inplace: bool = False) -> Any:
+    return pytree.map_tensors(lambda one: one / 2, updates), state
+
+
+_IDENTITY = todist.transform.identity()
+WHOLE = {
+    "drawn": todist.chain(todist.transform.add_noise(1.0, 0.0, seed=0), todist.sgd(lr=1.0)),
+    "counted": todist.transform.apply_if_finite(todist.sgd(lr=0.1), 5),
+    "clipped by unit": todist.chain(todist.transform.adaptive_grad_clip(0.1), todist.sgd(lr=0.1)),
+    "centered": todist.chain(todist.transform.centralize(), todist.sgd(lr=0.1)),
+    "of LAMB": todist.lamb(lr=0.1),
+    "of Muon": todist.muon(lr=0.1),
+    "of Adafactor": todist.adafactor(lr=0.1),
+    "chosen by shape": todist.transform.masked(todist.sgd(lr=0.1), by_shape),
+    "decayed by shape": todist.chain(
+        todist.transform.add_decayed_weights(0.1, mask=by_shape), todist.sgd(0.1)
+    ),
+    "within another": todist.transform.multi_steps(todist.lamb(lr=0.1), 2),
+    "of a rate for each entry": todist.sgd(lr=[torch.ones(2)]),
+    "undeclared": todist.chain(todist.transform.GradientTransformation(_IDENTITY.init, halved)),
+    "made from numbers": todist.transform.inject_hyperparams(todist.lamb)(lr=0.1),
+}
 
 
 def messages() -> dict[str, str]:
@@ -32,10 +94,16 @@ def messages() -> dict[str, str]:
     parallel = todist.DataParallel()
 
     def run(
-        start: Tensor = w, steps: int = 2, loss: Any = None, parallel: Any = parallel, **options: Any
+        start: Tensor = w,
+        steps: int = 2,
+        loss: Any = None,
+        parallel: Any = parallel,
+        by: Any = None,
+        **options: Any,
     ) -> Any:
         loss = loss or (lambda w: ((w - x) ** 2).sum())
-        return todist.inner_loop(loss, todist.sgd(lr=0.1), start, steps, parallel=parallel, **options)
+        impl = by or todist.sgd(lr=0.1)
+        return todist.inner_loop(loss, impl, start, steps, parallel=parallel, **options)
 
     def alone(w: Tensor) -> Tensor:
         if rank == 1:
@@ -59,6 +127,22 @@ def messages() -> dict[str, str]:
             parallel=todist.DataParallel(own=rate),
         ),
         "compiled": lambda: run(compile=True),
+        **{
+            f"other {what}": lambda impl=impl: todist.inner_loop(
+                lambda ws: ((ws[0] - x) ** 2).sum(), impl, [w], 2, parallel=parallel
+            )
+            for what, impl in others(rank).items()
+        },
+        "other state": lambda: run(
+            state=pytree.map_tensors(lambda one: one + rank, todist.adam(lr=0.1).init(w)),
+            by=todist.adam(lr=0.1),
+        ),
+        **{
+            f"parts {what}": lambda impl=impl: todist.inner_loop(
+                lambda ws: (ws[0] ** 2).sum(), impl, [w], 2, parallel=todist.DataParallel(shard="state")
+            )
+            for what, impl in WHOLE.items()
+        },
         "parts of a norm": lambda: todist.inner_loop(
             lambda w: (w**2).sum(),
             todist.chain(todist.transform.clip_grad_norm(0.1), todist.sgd(lr=0.1)),

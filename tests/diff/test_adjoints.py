@@ -472,3 +472,27 @@ def test_checkpoints_in_a_module_are_computed_with_the_parameters_of_the_step(na
         return torch.autograd.grad(adapted.params(x).sum(), lr)[0]
 
     torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["recorded", "replayed", "replayed from snapshots", "truncated", "first order"]
+)
+def test_a_loss_whose_gradient_torch_has_no_memory_for(name, optimizer):
+    found = []
+    for function in (torch.sgn, torch.sign):  # the second one has a gradient of zeros
+        w = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
+        lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+        made = todist.inner_loop(
+            lambda w, function=function: function(w).sum() + 0 * w.sum() + w[0] ** 2,
+            OPTIMIZERS[optimizer](lr),
+            w,
+            2,
+            adjoint=ALL[name],
+        ).params
+        plain = todist.inner_loop(
+            lambda w, function=function: function(w).sum(), OPTIMIZERS[optimizer](lr), w, 2, adjoint=ALL[name]
+        ).params
+        grads = torch.autograd.grad((made + plain).sum(), (w, lr), materialize_grads=True, allow_unused=True)
+        found.append([made, plain, *grads])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)

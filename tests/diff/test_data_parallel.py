@@ -68,6 +68,9 @@ def test_evolution_strategies_of_ranks() -> None:
 
 
 MESSAGES = {
+    **{f"other {what}": "the optimizers differ: " for what in faults.others(0)},
+    "other state": "the first state of the optimizers must be the same on all ranks",
+    **{f"parts {what}": "each rank would have a part of them; got " for what in faults.WHOLE},
     "steps": "the numbers of steps differ: 2 on rank 0, 3 on rank 1",
     "settings": "the adjoints differ: Replayed(snapshots=1, sharded=False, check=False) on rank 0, Replayed(sna",
     "one alone": "no such example",

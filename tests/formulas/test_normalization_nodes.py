@@ -24,6 +24,8 @@ def running(x: Tensor) -> dict[str, Tensor]:
 CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "layer_norm": (lambda x, *affine: F.layer_norm(x, (3,), *affine), [(4, 3), (3,), (3,)]),
     "layer_norm without bias": (lambda x, weight: F.layer_norm(x, (3,), weight), [(4, 3), (3,)]),
+    "layer_norm over the whole input": (lambda x, *affine: F.layer_norm(x, (3,), *affine), [(3,)] * 3),
+    "layer_norm of a number": (lambda x, weight: F.layer_norm(x, (1,), weight, eps=0.1), [(3, 1), (1,)]),
     "layer_norm over two dimensions": (lambda x: F.layer_norm(x, (2, 2), eps=0.1), [(3, 2, 2)]),
     "batch_norm": (
         lambda x, *affine: F.batch_norm(x, None, None, *affine, training=True),
@@ -36,6 +38,10 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "batch_norm in evaluation": (
         lambda x, *affine: F.batch_norm(x, **running(x), weight=affine[0], bias=affine[1]),
         [(4, 3), (3,), (3,)],
+    ),
+    "batch_norm of one channel": (
+        lambda x, *affine: F.batch_norm(x, None, None, *affine, training=True),
+        [(4, 1), (1,), (1,)],
     ),
     "instance_norm": (
         lambda x, *affine: F.instance_norm(x, weight=affine[0], bias=affine[1]),
@@ -70,7 +76,7 @@ def test_a_second_derivative_has_the_derivative_of_differences(name, device):
         torch.__version__.startswith("2.13.") and device == "cpu"
     ):  # if a later one is right, `normalization_nodes.py` can go
         by_torch = gradcheck(second(torchs), inputs, fast_mode=True, raise_exception=False)
-        assert by_torch == (name == "batch_norm in evaluation")
+        assert by_torch == (name in ("batch_norm in evaluation", "layer_norm of a number"))
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4)], ids=["layer_norm", "batch_norm"])

@@ -238,3 +238,26 @@ def test_update_is_pure_unless_it_is_asked_to_overwrite(name, setting):
         _, after = impl.update([p.cos() for p in params], state, params=params)
     assert all(map(torch.equal, tensors, held))
     assert len(optree.tree_leaves(after)) == len(held)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_a_gradient_of_zeros_without_memory_is_one_of_zeros(name, setting, fused):
+    row = ROWS[name]
+    options = dict(row.options[setting])
+    if fused:  # where there is a fused step to demand
+        if name not in ("SGD", "Adam", "AdamW", "RMSprop") or "fused" in options or options.get("amsgrad"):
+            return
+        options["fused"] = True
+    columns = []
+    for kind in ("twin", "none", "plain"):
+        params = [torch.tensor([1.0, -2.0], requires_grad=True), torch.tensor([0.5], requires_grad=True)]
+        optimizer = row.make_twin(params, setting) if kind == "twin" else row.plain(params, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            zeros = torch.sgn(params[0]).sum() if kind != "plain" else (0 * params[0]).sum()
+            (zeros + params[1].pow(3).sum()).backward()  # torch has no memory for the gradient of `sgn`
+            optimizer.step()
+        columns.append(flat(params))
+    torch.testing.assert_close(columns[1], columns[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(columns[1], columns[2], rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -480,3 +481,119 @@ def test_a_process_that_is_forked_moves_the_shared_state():
     assert torch.equal(w, v)
     for key, value in shared.state[w].items():
         assert torch.equal(value, plain.state[v][key]), key
+
+
+SHAPES = [(3, 2), (3,), (), (2, 3, 2), (1, 1), (1,), (2, 1, 2, 2)]
+MIXED = [*TWINS, ("Adafactor", {}), ("Adafactor", {"weight_decay": 0.1, "eps": (1e-3, 1e-2)}), ("Muon", {})]
+
+
+def two_groups(name):
+    """Parameters of many shapes in two groups, from the same numbers each time."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 2), (2, 4), (1, 1)] if name == "Muon" else SHAPES
+    params = [torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes]
+    return params, [{"params": params[:2]}, {"params": params[2:], "lr": 0.03}]
+
+
+def some_steps(optimizer, params, slopes):
+    for slope in slopes:
+        for p in params:
+            p.grad = torch.full_like(p, slope) + 0.1 * p.detach()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("first", [torch.optim, todist], ids=["from torch", "to torch"])
+@pytest.mark.parametrize(("name", "options"), MIXED, ids=str)
+def test_states_of_many_shapes_and_groups_go_both_ways(name, options, first):
+    """Each parameter keeps what torch keeps of one of its shape, under torch's names."""
+    options = {"lr": 0.1, **{key: value for key, value in options.items() if key != "fused"}}
+    params, groups = two_groups(name)
+    homes = (first, todist if first is torch.optim else torch.optim, first)
+    saved = None
+    for number, home in enumerate(homes):
+        optimizer = getattr(home, name)(groups, **options)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+            if home is todist:
+                before = [set(group) for group in saved["param_groups"]]
+                ours = [set(group) for group in getattr(todist, name)(groups, **options).param_groups]
+                after = [set(group) for group in optimizer.state_dict()["param_groups"]]
+                assert [a - b for a, b in zip(after, before, strict=True)] == [
+                    a - b for a, b in zip(ours, before, strict=True)
+                ]
+        some_steps(optimizer, params, [1.0 + number, -0.5, 0.25 * number])
+        saved = copy.deepcopy(optimizer.state_dict())
+        groups = [{"params": group["params"]} for group in groups]
+    unbroken, groups = two_groups(name)
+    twin = getattr(torch.optim, name)(groups, **options)
+    for number in range(3):
+        some_steps(twin, unbroken, [1.0 + number, -0.5, 0.25 * number])
+    close = {"rtol": 0.03, "atol": 0.03} if name == "Muon" else {}  # torch's orthogonalizes in bfloat16
+    torch.testing.assert_close(params, unbroken, **close)
+    for index, theirs in twin.state_dict()["state"].items():
+        mine = saved["state"][index]
+        assert theirs.keys() <= mine.keys() <= theirs.keys() | {"step"}
+        for key, value in theirs.items():
+            torch.testing.assert_close(mine[key], value, **close)
+
+
+@pytest.mark.parametrize("name", [*IN_TORCH, "Adafactor", "Muon"])
+def test_a_count_that_was_saved_as_a_number_goes_on(name):
+    """Torch did so before 1.12, and its classes still load it."""
+    ends = []
+    for home in (torch.optim, todist):
+        w = leaf(size=(2, 2))
+        optimizer = getattr(home, name)([w], lr=0.1)
+        go(optimizer, w, [1.0, 2.0])
+        saved = copy.deepcopy(optimizer.state_dict())
+        for held in saved["state"].values():
+            if "step" in held:
+                held["step"] = int(held["step"])
+        optimizer = getattr(home, name)([w], lr=0.1)
+        optimizer.load_state_dict(saved)
+        go(optimizer, w, [3.0])
+        ends.append(w)
+    torch.testing.assert_close(*ends, **({"rtol": 0.03, "atol": 0.03} if name == "Muon" else {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.1}], ids=str)
+def test_entries_of_the_users_stay_as_they_are(options):
+    ends = []
+    for home in (torch.optim, todist):
+        w = leaf()
+        optimizer = home.SGD([w], **options)
+        optimizer.state["epoch"] = 3
+        optimizer.state[w]["mark"] = 5
+        go(optimizer, w, [1.0, 2.0])
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert (saved["state"]["epoch"], saved["state"][0]["mark"]) == (3, 5)
+        again = home.SGD([w], **options)
+        again.load_state_dict(saved)
+        go(again, w, [3.0])
+        assert (again.state["epoch"], again.state[w]["mark"]) == (3, 5)
+        again.load_state_dict(again.state_dict())
+        if home is todist:
+            again.share_memory()
+        ends.append(w.detach())
+    torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("name", [*IN_TORCH, "Adafactor", "Muon"])
+def test_defaults_are_torchs(name):
+    """Whatever both have, so that a program of torch's computes the same here."""
+    ours, theirs = (inspect.signature(getattr(home, name)).parameters for home in (todist, torch.optim))
+    same = (ours.keys() & theirs.keys()) - {"params", "foreach", "fused"}
+    assert "lr" in same
+    assert {key: ours[key].default for key in same} == {key: theirs[key].default for key in same}
+
+
+@pytest.mark.parametrize("by", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_group_gains_no_option_by_being_saved_and_loaded(name, by):
+    optimizer = ROWS[name].plain([leaf()], lr=0.1)
+    before = [set(group) for group in optimizer.param_groups]
+    other = by(optimizer)
+    other.load_state_dict(other.state_dict())
+    assert [set(group) for group in other.param_groups] == before
+    other.add_param_group({"params": [leaf()]})
+    assert set(other.param_groups[1]) == before[0]

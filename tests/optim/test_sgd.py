@@ -187,8 +187,8 @@ def test_all_faces_refuse_bad_numbers(kwargs, message):
 
 def test_classes_name_themselves_in_argument_errors():
     net = make(torch.float32)
-    with pytest.raises(TypeError, match="SGD: missing a required argument: 'lr'"):
-        SGD(net.parameters())
+    with pytest.raises(TypeError, match="SGD: got an unexpected keyword argument 'rate'"):
+        SGD(net.parameters(), rate=0.1)
     with pytest.raises(TypeError, match="MetaSGD: got an unexpected keyword argument 'betas'"):
         MetaSGD(net, 0.1, betas=1)
 

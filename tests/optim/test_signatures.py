@@ -85,10 +85,23 @@ def test_arguments_are_bound_as_inspect_binds_them(args, kwargs):
     assert list(found.items()) == list(expected.items())
 
 
+def needs_rate(lr):
+    return todist.sgd(lr)
+
+
+class NeedsRate(todist.Optimizer, transformation=needs_rate):
+    pass
+
+
 @pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [((), {}), ((0.1, 0.9, 0.0, 0.0, False, True), {}), ((0.1,), {"lr": 0.1}), ((0.1,), {"rate": 1.0})],
+    ("made", "args", "kwargs"),
+    [
+        (NeedsRate, (), {}),
+        (todist.MetaSGD, (0.1, 0.9, 0.0, 0.0, False, True), {}),
+        (todist.MetaSGD, (0.1,), {"lr": 0.1}),
+        (todist.MetaSGD, (0.1,), {"rate": 1.0}),
+    ],
 )
-def test_arguments_that_inspect_refuses_are_refused(args, kwargs):
-    with pytest.raises(TypeError, match=r"MetaSGD: .*argument"):
-        signatures.bind(todist.MetaSGD, inspect.signature(todist.MetaSGD), None, args, kwargs)
+def test_arguments_that_inspect_refuses_are_refused(made, args, kwargs):
+    with pytest.raises(TypeError, match=rf"{made.__name__}: .*argument"):
+        signatures.bind(made, inspect.signature(made), None, args, kwargs)

@@ -36,6 +36,19 @@ def test_a_graph_is_used_up_after_a_backward_unless_that_is_hidden() -> None:
     assert not private.is_used_up(SimpleNamespace())
 
 
+def test_tensors_are_asked_themselves_unless_that_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return 17
+
+    with Other():
+        with private.without_modes():
+            assert torch.zeros(2)._version == 0
+        monkeypatch.delattr(torch._C, "DisableTorchFunction")
+        with private.without_modes():
+            assert torch.zeros(2) == 17
+
+
 def test_changes_in_place_go_unnoticed_without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2)
     before = private.tensor_version(x)

@@ -66,3 +66,14 @@ def test_a_function_is_traced_where_the_compiler_cannot_be_kept_out(
     compiled = torch.compile(lambda x: double(x) + 1, backend="eager")
     assert compiled(torch.ones(1)).item() == 3.0
     assert traced == [hide]
+
+
+def test_gradients_without_memory_are_known_unless_the_name_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    (zero,) = torch.autograd.grad(torch.sgn(x).sum(), x)
+    assert private.is_zero_tensor(zero)
+    assert not private.is_zero_tensor(torch.zeros(2))
+    monkeypatch.delattr(torch, "_is_zerotensor")
+    assert not private.is_zero_tensor(zero)

@@ -25,21 +25,28 @@ from torchopt_dist._formulas.activations import mish, silu
 from torchopt_dist._formulas.attention import short_attention
 from torchopt_dist._formulas.batch_norm import batch_norm, instance_norm
 from torchopt_dist._formulas.dropout import dropout
+from torchopt_dist._formulas.embedding import embedding
 from torchopt_dist._formulas.group_norm import group_norm
 from torchopt_dist._formulas.layer_norm import layer_norm, short_layer_norm
 from torchopt_dist._formulas.losses import huber_loss, mse_loss
 from torchopt_dist._functional import replaced
 
-__all__ = ["ForwardModeFormulas", "normalization_by_formula", "short_formulas"]
+__all__ = ["ForwardModeFormulas", "formulas_in_transforms", "short_formulas"]
 
 
-def normalization_by_formula() -> AbstractContextManager[None]:
-    """A context in which this thread's torch normalizes by its formula inside of transforms.
+def formulas_in_transforms() -> AbstractContextManager[None]:
+    """A context in which this thread's torch normalizes and looks up rows by formulas inside of transforms.
 
     ``torch.nn.functional`` and modules call the same functions of ``torch``, which are replaced.
     """
     return replaced(
-        torch, {"layer_norm": layer_norm, "batch_norm": batch_norm, "instance_norm": instance_norm}
+        torch,
+        {
+            "layer_norm": layer_norm,
+            "batch_norm": batch_norm,
+            "instance_norm": instance_norm,
+            "embedding": embedding,
+        },
     )
 
 

@@ -111,5 +111,10 @@ def _backward(
         eps = getattr(node, kind.eps)
     normalized, scale = standardized(x, dims, eps)
     of_x = projected(grad if beside is None else grad * beside, normalized, dims) * scale
-    of_weight = None if weight is None else (grad * normalized).sum(others).reshape(shape)
-    return of_x, of_weight, grad.sum(others).reshape(shape)
+    of_weight = None if weight is None else _summed(grad * normalized, others).reshape(shape)
+    return of_x, of_weight, _summed(grad, others).reshape(shape)
+
+
+def _summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Over these dimensions; torch takes none of them for all."""
+    return x.sum(dims) if dims else x

@@ -1,4 +1,4 @@
-"""Normalization → by its formula inside of transforms, for code that torch's compiler traces.
+"""Normalization and embeddings → by their formulas inside of transforms, for code that torch's compiler traces.
 
 The compiler cannot trace the replacement of torch's functions, and follows a mode; it sees the functions of
 ``torch.nn.functional``, whose arguments have another order.
@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchopt_dist._formulas.embedding import without_gradient_of
 from torchopt_dist._formulas.normalization import by_channel, normalized
 from torchopt_dist._types import OptionalTensor
 
-__all__ = ["TracedNormalization"]
+__all__ = ["TracedFormulas"]
 
 
-class TracedNormalization(TorchFunctionMode):
-    """A context in which traced code normalizes by formulas."""
+class TracedFormulas(TorchFunctionMode):
+    """A context in which traced code normalizes and looks up rows by formulas."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -33,6 +34,8 @@ class TracedNormalization(TorchFunctionMode):
             return _batch_norm(*args, **(kwargs or {}))
         if func is F.instance_norm:
             return _instance_norm(*args, **(kwargs or {}))
+        if func is F.embedding:
+            return _embedding(*args, **(kwargs or {}))
         if func is torch.batch_norm or func is torch.instance_norm:
             raise NotImplementedError("a compiled task cannot call torch.batch_norm: use torch.nn.functional")
         return func(*args, **(kwargs or {}))
@@ -79,3 +82,11 @@ def _instance_norm(
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     weight, bias = by_channel(weight, input.ndim), by_channel(bias, input.ndim)
     return normalized(input, tuple(range(2, input.ndim)), weight, bias, eps=eps)
+
+
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **named: Any
+) -> Tensor:
+    if padding_idx is not None:
+        weight = without_gradient_of(weight, padding_idx % weight.shape[0])
+    return F.embedding(input, weight, None, *rest, **named)

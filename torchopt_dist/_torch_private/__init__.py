@@ -7,6 +7,7 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
+from torchopt_dist._torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
     original_of,
@@ -46,6 +47,7 @@ from torchopt_dist._torch_private.graph import (
     recomputing_checkpoint,
     tensor_version,
     tensors_entering,
+    without_modes,
 )
 from torchopt_dist._torch_private.interpreter import (
     exception_in,
@@ -68,6 +70,7 @@ from torchopt_dist._torch_private.ops import (
     autocast_is_on,
     fused_step,
     has_kernel,
+    is_zero_tensor,
     left_to_python,
 )
 from torchopt_dist._torch_private.rpc import (
@@ -132,8 +135,10 @@ __all__ = [
     "is_functorch_tensor",
     "is_refusal",
     "is_used_up",
+    "is_zero_tensor",
     "leave_finalizers",
     "left_to_python",
+    "let_graphs_drop",
     "memory_is_shared",
     "nccl_group",
     "next_sequence_number",
@@ -166,4 +171,5 @@ __all__ = [
     "transforms_are_only",
     "vmap_randomness",
     "vmaps",
+    "without_modes",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +33,16 @@ def tensor_version(tensor: Tensor) -> int | None:
     own = getattr(torch._C, "DisableTorchFunction", None)
     with nullcontext() if own is None else own():
         return getattr(tensor, "_version", None)
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """A context in which tensors are asked themselves, not those that a mode puts in their places.
+
+    Without the name modes are asked: where a loop has replaced tensors, one that is closed over may seem to have been
+    changed in place, which is an error.
+    """
+    disable = find("_C.DisableTorchFunction")
+    return nullcontext() if disable is None else disable()
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from torchopt_dist._torch_private.lookup import find
 
@@ -31,6 +32,15 @@ def fused_step(name: str) -> Callable[..., None] | None:
     Without the name it is ``None``: formulas run, or this package's own kernels.
     """
     return cast("Callable[..., None] | None", getattr(torch, f"_fused_{name}_", None))
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Whether it is one of torch's gradients of 0 without memory, which no op takes to be overwritten.
+
+    Without the name none is.
+    """
+    is_zero = getattr(torch, "_is_zerotensor", None)
+    return is_zero is not None and bool(is_zero(tensor))
 
 
 def autocast_is_on() -> bool:

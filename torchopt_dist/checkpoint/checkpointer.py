@@ -58,7 +58,8 @@ class Checkpointer:
         folder: where the files are; made when the first one is written.
         keep: how many of the newest files are kept, at least 1; ``None`` means all. That of the best score is kept
             beside them.
-        every: :meth:`save` writes at steps that are multiples of this number, at least 1.
+        every: :meth:`save` writes at steps that are multiples of this number, at least 1, and at those of a new best
+            score.
         background: write in a thread. :meth:`save` copies the tensors and returns; the next call raises what a write
             has raised. Call :meth:`close`, or use the checkpointer in a ``with``, so that the last file is whole.
         random_states: save the default generators, and restore them on rank 0.
@@ -155,13 +156,14 @@ class Checkpointer:
     def save(
         self, step: int, objects: Mapping[str, Any], *, score: float | None = None, force: bool = False
     ) -> bool:
-        """Write a checkpoint, if ``step`` is a multiple of ``every`` and this is rank 0.
+        """Write a checkpoint, if ``step`` is a multiple of ``every`` or has the best score, and this is rank 0.
 
         Args:
             step: the number of steps made, at least 0, which :meth:`restore` returns.
             objects: the objects by name.
             score: how good the objects are, for example an accuracy, or minus a loss. The checkpoint of the highest
-                score is kept, and ``restore(objects, step="best")`` takes it.
+                score is kept, and ``restore(objects, step="best")`` takes it. One that is higher than those of all
+                checkpoints is written at any step.
             force: write even if ``step`` is not a multiple of ``every``, for example after the last step.
 
         Returns:
@@ -183,7 +185,9 @@ class Checkpointer:
         _check_objects(objects)
         if self._writing is not None and self._writing.done():
             self.wait()
-        if get_rank() != 0 or (step % self.every and not force):
+        if get_rank() != 0:
+            return False
+        if step % self.every and not force and not self._is_best(score):
             return False
         self.wait()
         self._check_newest(step)
@@ -277,6 +281,14 @@ class Checkpointer:
             return file, _files.read(file)
         except _files.CorruptFileError as error:
             raise CheckpointError(f"{file.path} is corrupt: {error}") from error
+
+    def _is_best(self, score: float | None) -> bool:
+        """Whether a score is above that of every checkpoint."""
+        if score is None:
+            return False
+        self.wait()
+        held = _files.best(_files.find(self.folder))
+        return held is None or held.score is None or score > held.score
 
     def _check_newest(self, step: int) -> None:
         for file in _files.find(self.folder):

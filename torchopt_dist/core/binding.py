@@ -20,6 +20,7 @@ from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -69,12 +70,13 @@ class Bindings:
             reach by cells, global names, attributes and entries of containers, but not into installed packages.
     """
 
-    __slots__ = ("_copies", "_is_live", "_nodes", "_places", "_seen")
+    __slots__ = ("_bound", "_copies", "_is_live", "_nodes", "_places", "_seen")
 
     def __init__(self, *functions: Any) -> None:
         walk = _Walk(functions)
         self._nodes, self._places = walk.nodes, walk.places
         self._seen = Seen(walk.tensors)
+        self._bound: dict[int, Any] = {}
         self._copies: _Copies | None = None
         self._is_live = True
 
@@ -91,14 +93,23 @@ class Bindings:
         if function is None or id(function) not in self._nodes:
             return function
         if isinstance(function, tuple):
-            return _map_parts(function, self._of_part)
-        return Bound(function, self)
+            return self._of_part(function)
+        return self._once(function, lambda: Bound(function, self))
 
     def _of_part(self, part: Any) -> Any:
-        if not _is_structure(part):
-            return Bound(part, self) if callable(part) and id(part) in self._nodes else part
-        made = _map_parts(part, self._of_part)
+        called = part.func if isinstance(part, functools.partial) else part
+        if isinstance(called, (FunctionType, MethodType)) and id(called) in self._nodes:
+            return self.of(part)
+        if id(part) not in self._nodes or not (_is_structure(part) or type(part) in _CONTAINERS):
+            return part
+        made = self._once(part, lambda: _map_parts(part, self._of_part))
         return part if all(map(_is, _parts_of(made), _parts_of(part))) else made
+
+    def _once(self, thing: Any, make: Callable[[], Any]) -> Any:
+        """What is made for a thing, one for all places where it is."""
+        if id(thing) not in self._bound:
+            self._bound[id(thing)] = make()
+        return self._bound[id(thing)]
 
     def settle(self) -> None:
         """From now on, functions see what was noted, other than what has changed until now."""
@@ -170,9 +181,12 @@ class Bindings:
         self._check(function)
         if not changed:
             return function
-        if self._copies is None or self._copies.changed != changed:
-            self._copies = _Copies(self._nodes, self._places, changed)
-        return self._copies.of(function)
+        copies = self._copies
+        if copies is None or copies.changed != changed:
+            copies = _Copies(self._nodes, self._places, changed)
+        made = copies.of(function)
+        self._copies = copies  # which are complete
+        return made
 
     def _changed(self) -> frozenset[int]:
         """The numbers of the places where there is something else now."""
@@ -244,7 +258,7 @@ class _Place(NamedTuple):
     """Where a name leads to what."""
 
     container: Any
-    """A cell, a dictionary of names, or a list or a dictionary whose entries are meant."""
+    """A cell, a dictionary of names, or a list, a dictionary or an array whose entries are meant."""
     key: str | None
     """The name; ``None`` for entries."""
     value: Any
@@ -309,6 +323,9 @@ class _Walk:
             if len(thing) <= min(_ENTRIES, self._entries_left):
                 self._entries_left -= len(thing)
                 self._entries(thing)
+        elif kind is np.ndarray:
+            if thing.size <= _ENTRIES:
+                self._node(thing).names[None] = self._place(thing, None, thing.copy())
         elif _is_structure(thing):
             parts = _parts_of(thing)
             if len(parts) <= min(_ENTRIES, self._entries_left):
@@ -505,7 +522,8 @@ class _Copies:
 
     def _entries(self, node: _Node) -> Any:
         number = node.names.get(None)
-        return self._places[number].value if number in self._places else ()
+        is_array = type(node.thing) is np.ndarray
+        return self._places[number].value if number in self._places and not is_array else ()
 
     def of(self, thing: Any) -> Any:
         """The copy; the thing itself, if it does not lead to such a place.
@@ -528,6 +546,8 @@ class _Copies:
             return MethodType(self.of(thing.__func__), self.of(thing.__self__))
         if kind is Bound:
             return self.of(thing.__wrapped__)
+        if kind is np.ndarray:
+            return self._places[node.names[None]].value
         if kind in _CONTAINERS:
             made = self._made[id(thing)] = kind()
             entries = self._entries(node)
@@ -630,16 +650,20 @@ def _is_structure(thing: Any) -> bool:
 
 
 def _parts_of(thing: Any) -> list[Any]:
-    if isinstance(thing, tuple):
+    if isinstance(thing, (tuple, list)):
         return list(thing)
+    if isinstance(thing, dict):
+        return list(thing.values())
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     return [getattr(thing, field.name) for field in fields(thing)]
 
 
 def _map_parts(thing: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with other parts."""
-    if isinstance(thing, tuple):
+    """The same structure, or container, with other parts."""
+    if isinstance(thing, dict):
+        return type(thing)((key, function(value)) for key, value in thing.items())
+    if isinstance(thing, (tuple, list)):
         make: Any = getattr(thing, "_make", type(thing))
         return make(map(function, thing))
     if isinstance(thing, functools.partial):
@@ -664,6 +688,8 @@ def _consists_of_attributes(cls: type) -> bool:
 
 
 def _has_entries(container: Any, entries: Any) -> bool:
+    if isinstance(entries, np.ndarray):
+        return container.shape == entries.shape and container.tobytes() == entries.tobytes()
     if len(container) != len(entries):
         return False
     if isinstance(entries, dict):

@@ -117,7 +117,7 @@ class DataParallel:
                 "`sharded` of todist.Replayed must be False with `shard` of DataParallel, with which all that it keeps "
                 "is in parts already"
             )
-        check_elementwise(optimizer, model)
+        check_elementwise(optimizer)
         moved = tuple(model.leaves[place] for place in model.moved_places)
         return ShardedModel(model, Ranks(self.ranks, moved=moved), by_block=blocks is not None)
 

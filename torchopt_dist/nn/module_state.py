@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
 from torchopt_dist._options import hinted
-from torchopt_dist._torch_private import gradients_are_traced
+from torchopt_dist._torch_private import gradients_are_traced, let_graphs_drop
 from torchopt_dist._types import (
     CopyMode,
     Device,
@@ -29,6 +29,7 @@ from torchopt_dist._types import (
 from torchopt_dist._vmap import detach_, detached, has_history
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._module_copy import copied
+from torchopt_dist.nn._shared_clones import note_clone
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.nn._traced_module import traced_copy
 
@@ -181,7 +182,9 @@ def module_clone(
 ) -> T:
     """Make a second module of the same structure; its hooks, flags and attributes are copied.
 
-    Tensors in attributes, in lists, dicts and objects there too, are copied as parameters are.
+    Tensors in attributes, in lists, dicts and objects there too, are copied as parameters are. By reference the clone
+    shares the module's parameters until a ``MetaOptimizer`` moves it: a step in place, as those of ``torch.optim`` are,
+    would move the module, and a ``RuntimeWarning`` says so.
 
     Args:
         target: a module; a ``MetaOptimizer``, whose modules and states are then cloned; or a tree of tensors.
@@ -200,7 +203,11 @@ def module_clone(
         return cast("T", traced_copy(target, by))
     take = TensorCopier(by, device)
     if isinstance(target, nn.Module):
-        return cast("T", copied(target, take, TensorCopier("deepcopy", device) if detach_buffers else take))
+        clone = copied(target, take, TensorCopier("deepcopy", device) if detach_buffers else take)
+        let_graphs_drop([*clone.modules()], [*target.modules()])
+        if by in ("reference", "ref") and device is None:
+            note_clone(clone, target)
+        return cast("T", clone)
     if isinstance(target, StateHolder):
         modes: dict[str, Any] = {"by": by, "detach_buffers": detach_buffers, "device": device}
         return cast("T", target.clone_with(lambda part: module_clone(part, **modes)))

@@ -4,6 +4,6 @@ from torchopt_dist.nonlinear_solve.anderson import anderson
 from torchopt_dist.nonlinear_solve.broyden import broyden
 from torchopt_dist.nonlinear_solve.fixed_point_iteration import fixed_point_iteration
 from torchopt_dist.nonlinear_solve.newton import newton
-from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
+from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolverInfo
 
-__all__ = ["NonlinearSolver", "anderson", "broyden", "fixed_point_iteration", "newton"]
+__all__ = ["NonlinearSolver", "NonlinearSolverInfo", "anderson", "broyden", "fixed_point_iteration", "newton"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._options import hinted
+from torchopt_dist._types import LinearSolver
 from torchopt_dist.linear_solve.solver import NotConverged
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
 
@@ -28,6 +29,8 @@ def anderson(
     atol: float = 1e-8,
     maxiter: int = 100,
     not_converged: NotConverged = "warn",
+    unroll: bool = False,
+    solve: LinearSolver | None = None,
 ) -> NonlinearSolver:
     """Mix the last few steps so that their residual is smallest; takes fewer iterations than the plain iteration.
 
@@ -39,6 +42,8 @@ def anderson(
         atol: as in :func:`fixed_point_iteration`.
         maxiter: as in :func:`fixed_point_iteration`.
         not_converged: as in :func:`fixed_point_iteration`.
+        unroll: as in :func:`fixed_point_iteration`.
+        solve: as in :func:`fixed_point_iteration`.
 
     Returns:
         The solver.
@@ -54,6 +59,8 @@ def anderson(
         atol=atol,
         maxiter=maxiter,
         not_converged=not_converged,
+        unroll=unroll,
+        solve=solve,
     )
 
 

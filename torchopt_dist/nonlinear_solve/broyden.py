@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._options import hinted
+from torchopt_dist._types import LinearSolver
 from torchopt_dist.linear_solve.solver import NotConverged
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
 
@@ -27,6 +28,8 @@ def broyden(
     atol: float = 1e-8,
     maxiter: int = 100,
     not_converged: NotConverged = "warn",
+    unroll: bool = False,
+    solve: LinearSolver | None = None,
 ) -> NonlinearSolver:
     """Broyden's good method for ``function(x) = 0``: learn the inverse Jacobian from the steps themselves.
 
@@ -38,6 +41,8 @@ def broyden(
         atol: as in :func:`newton`.
         maxiter: as in :func:`newton`.
         not_converged: as in :func:`fixed_point_iteration`.
+        unroll: as in :func:`fixed_point_iteration`.
+        solve: as in :func:`fixed_point_iteration`.
 
     Returns:
         The solver.
@@ -46,7 +51,14 @@ def broyden(
         ValueError: a number is out of its range.
     """
     return Broyden(
-        scale=scale, history=history, rtol=rtol, atol=atol, maxiter=maxiter, not_converged=not_converged
+        scale=scale,
+        history=history,
+        rtol=rtol,
+        atol=atol,
+        maxiter=maxiter,
+        not_converged=not_converged,
+        unroll=unroll,
+        solve=solve,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torchopt_dist._options import hinted
+from torchopt_dist._types import LinearSolver
 from torchopt_dist.linear_solve.solver import NotConverged
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
 
@@ -22,6 +23,8 @@ def fixed_point_iteration(
     atol: float = 1e-8,
     maxiter: int = 100,
     not_converged: NotConverged = "warn",
+    unroll: bool = False,
+    solve: LinearSolver | None = None,
 ) -> NonlinearSolver:
     """Go from ``x`` to ``(1 - damping) · x + damping · function(x)``.
 
@@ -32,9 +35,14 @@ def fixed_point_iteration(
         maxiter: the largest number of iterations.
         not_converged: what to do if the solution is not within the tolerance: ``'warn'``, ``'raise'`` a
             ``torch.linalg.LinAlgError``, or ``'ignore'`` it.
+        unroll: differentiate through the iterations instead of the equation. Memory then grows with them, ``init`` gets
+            a gradient, and the gradient is as far from the solution's as they are from having converged.
+        solve: solves with the transposed Jacobian in a backward pass, such as ``linear_solve.solve_gmres()``, or any
+            function ``solve(matvec, b)``; by default ``linear_solve.solve_normal_cg()``.
 
     Returns:
-        The solver: ``solver(function, init)``, ``solver.with_info(function, init)``.
+        The solver: ``solver(function, init)``, ``solver.with_info(function, init)``. The solution is differentiated by
+        the equation, with regard to what ``function`` closes over.
 
     Raises:
         ValueError: a number is out of its range.
@@ -45,7 +53,13 @@ def fixed_point_iteration(
         tensor(0.7390)
     """
     return FixedPointIteration(
-        damping=damping, rtol=rtol, atol=atol, maxiter=maxiter, not_converged=not_converged
+        damping=damping,
+        rtol=rtol,
+        atol=atol,
+        maxiter=maxiter,
+        not_converged=not_converged,
+        unroll=unroll,
+        solve=solve,
     )
 
 

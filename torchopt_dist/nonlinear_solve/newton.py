@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchopt_dist._options import hinted
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._types import LinearSolver
 from torchopt_dist._vjp import vjp
 from torchopt_dist.linear_solve.solver import NotConverged, Solver
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
@@ -25,6 +26,8 @@ def newton(
     atol: float = 1e-8,
     maxiter: int = 50,
     not_converged: NotConverged = "warn",
+    unroll: bool = False,
+    solve: LinearSolver | None = None,
 ) -> NonlinearSolver:
     """Newton's method for ``function(x) = 0``: solve with the Jacobian in every step.
 
@@ -35,6 +38,8 @@ def newton(
         atol: absolute tolerance; see ``rtol``.
         maxiter: the largest number of iterations.
         not_converged: as in :func:`fixed_point_iteration`.
+        unroll: as in :func:`fixed_point_iteration`.
+        solve: as in :func:`fixed_point_iteration`.
 
     Returns:
         The solver. It raises ``torch.linalg.LinAlgError`` for a singular Jacobian.
@@ -48,7 +53,13 @@ def newton(
         tensor(1.4142)
     """
     return Newton(
-        linear_solver=linear_solver, rtol=rtol, atol=atol, maxiter=maxiter, not_converged=not_converged
+        linear_solver=linear_solver,
+        rtol=rtol,
+        atol=atol,
+        maxiter=maxiter,
+        not_converged=not_converged,
+        unroll=unroll,
+        solve=solve,
     )
 
 

@@ -1,26 +1,44 @@
 """``solver(function, init)`` → a fixed point, or a root, and how accurate it is.
 
-A solver is a subclass of :class:`NonlinearSolver` in a file of its own, whose ``steps`` works on a plain vector. Its
-steps are made of differentiable operations, so a solution can be unrolled; ``custom_fixed_point`` and ``custom_root``
-in ``torchopt_dist.diff.implicit`` give it the implicit gradient instead.
+A solver is a subclass of :class:`NonlinearSolver` in a file of its own, whose ``steps`` works on a plain vector. A
+solution is differentiated by the equation that it solves. The steps are made of differentiable operations, so with
+``unroll=True`` it can be differentiated through them instead.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import TensorTree
+from torchopt_dist._types import LinearSolver, TensorTree
+from torchopt_dist._vjp import Tensors
+from torchopt_dist.core.binding import bind
+from torchopt_dist.linear_solve._function import as_solver
+from torchopt_dist.linear_solve._operator import LinearOperator
 from torchopt_dist.linear_solve.solver import NotConverged, SolverInfo, check_limits, report
+from torchopt_dist.nonlinear_solve._implicit import connected
 
-__all__ = ["NonlinearSolver"]
+__all__ = ["NonlinearSolver", "NonlinearSolverInfo"]
+
+
+class NonlinearSolverInfo(NamedTuple):
+    """Residual and iterations of a solve. Under ``vmap`` the tensors are batched as the solution is."""
+
+    residual: Tensor
+    """The norm of ``function(x) - x``, or of ``function(x)`` for a root."""
+    iterations: Tensor
+    """How many iterations were made; an integer."""
+    converged: Tensor
+    """Whether ``residual`` is at most ``rtol · ‖x‖ + atol``."""
+    backward: list[SolverInfo]
+    """What the linear solver has told in each backward pass through the solution so far; empty with ``unroll=True``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +48,25 @@ class NonlinearSolver(ABC):
     Under ``vmap`` each sample has a solution of its own. All samples then make ``maxiter`` iterations, since
     convergence cannot be tested there; a sample that has converged stays where it is. ``solves_for_root`` tells which
     of the two equations a solver solves.
+
+    The solution's gradient is that of the equation, to any order: with regard to the tensors that ``function`` closes
+    over, and none to ``init``. It is as accurate as the solution. A backward pass is one linear solve, so memory does
+    not grow with the iterations. In forward mode there is none.
     """
 
     rtol: float = 1e-5
     atol: float = 1e-8
     maxiter: int = 100
     not_converged: NotConverged = "warn"
+    unroll: bool = False
+    solve: LinearSolver | None = field(default=None)
     solves_for_root: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_limits(self.rtol, self.atol, self.maxiter, self.not_converged)
+        if not isinstance(self.unroll, bool):
+            raise TypeError(f"`unroll` must be True or False, got {self.unroll!r:.80}")
+        as_solver(self.solve)
 
     def __call__(self, function: Callable[[TensorTree], TensorTree], init: TensorTree) -> Any:
         """Solve; as :meth:`with_info`, without the information."""
@@ -47,7 +74,7 @@ class NonlinearSolver(ABC):
 
     def with_info(
         self, function: Callable[[TensorTree], TensorTree], init: TensorTree
-    ) -> tuple[Any, SolverInfo]:
+    ) -> tuple[Any, NonlinearSolverInfo]:
         """Solve.
 
         Args:
@@ -55,22 +82,22 @@ class NonlinearSolver(ABC):
             init: where to start, a tree of floating-point tensors.
 
         Returns:
-            The solution, a tree like ``init``, and a ``SolverInfo``. The residual is the norm of ``function(x) - x``,
-            or of ``function(x)`` for a root; a solution has converged where that is at most ``rtol · ‖x‖ + atol``.
+            The solution, a tree like ``init``, and a :class:`NonlinearSolverInfo`.
 
         Raises:
             torch.linalg.LinAlgError: the iterations diverged, or, if ``not_converged='raise'``, did not converge.
             TypeError: ``init`` has a leaf that is not a floating-point tensor.
-            ValueError: ``function`` returns another structure or other shapes.
+            ValueError: ``function`` returns another structure or other shapes, or differentiates what was computed
+                before the call.
         """
         # A compiler goes on after the solve, as it does after an inner loop.
         solve = torch.compiler.disable(self._with_info) if torch.compiler.is_compiling() else self._with_info
-        made: tuple[Any, SolverInfo] = solve(function, init)
+        made: tuple[Any, NonlinearSolverInfo] = solve(function, init)
         return made
 
     def _with_info(
         self, function: Callable[[TensorTree], TensorTree], init: TensorTree
-    ) -> tuple[Any, SolverInfo]:
+    ) -> tuple[Any, NonlinearSolverInfo]:
         leaves, spec = pytree.flatten(init)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -98,14 +125,23 @@ class NonlinearSolver(ABC):
         for leaf in leaves:
             dtype = torch.promote_types(dtype, leaf.dtype)
         start = torch.cat([leaf.reshape(-1).to(leaves[0].device, dtype) for leaf in leaves])
-        x, info = self._run(of_vector, start)
-        return tree(x), info
+        backward: list[SolverInfo] = []
+        if self.unroll or not torch.is_grad_enabled():
+            x, info = self._run(of_vector, start, backward)
+            return tree(x), info
+        with torch.no_grad():
+            x, info = self._run(of_vector, start, backward)
+        noting: Any = _Noting(as_solver(self.solve), backward)
+        solution = connected(bind(function), tree(x), for_root=self.solves_for_root, solver=noting)
+        return solution, info
 
     @abstractmethod
     def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         """A generator: yields a point and the residual there, a vector, before each step."""
 
-    def _run(self, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, SolverInfo]:
+    def _run(
+        self, function: Callable[[Tensor], Tensor], x: Tensor, backward: list[SolverInfo]
+    ) -> tuple[Tensor, NonlinearSolverInfo]:
         blind = transforms_are_active()
         solution = residual = x
         done = iterations = torch.zeros((), dtype=torch.bool, device=x.device)
@@ -120,7 +156,7 @@ class NonlinearSolver(ABC):
         norm = residual.detach().norm()
         if not blind and not bool(done):
             self._complain(int(iterations), float(norm))
-        return solution, SolverInfo(norm, iterations, done)
+        return solution, NonlinearSolverInfo(norm, iterations, done, backward)
 
     def _complain(self, iterations: int, norm: float) -> None:
         says = (
@@ -131,3 +167,17 @@ class NonlinearSolver(ABC):
         if not norm < float("inf"):
             raise torch.linalg.LinAlgError(f"{type(self).__name__} diverged: {says}")
         report(says, self.not_converged)
+
+
+class _Noting:
+    """A linear solver, which notes what it tells of each solve."""
+
+    def __init__(self, solver: Any, told: list[SolverInfo]) -> None:
+        self._solver, self._told = solver, told
+
+    def solve(
+        self, operator: LinearOperator, params: Tensors, b: Tensors, spec: pytree.PyTreeSpec
+    ) -> tuple[Tensors, SolverInfo]:
+        x, info = self._solver.solve(operator, params, b, spec)
+        self._told.append(info)
+        return x, info

@@ -75,6 +75,10 @@ def torch_fused_step(
         return None
     if _torch_private.forward_mode_is_active() or _torch_private.transforms_are_active():
         return None
+    if any(
+        map(_torch_private.is_zero_tensor, columns[1])
+    ):  # torch's op counts gradients among what it overwrites
+        return None
     devices = {x.device for x in tensors}
     if len(devices) > 1 or devices.pop().type not in library.DEVICES:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._types import OptState
@@ -26,17 +27,14 @@ def gather(
     Raises:
         ValueError: a parameter has only a part of its state.
     """
-    params, own = group["params"], [key for key in layout.keys if key is not None]
-    states = [optimizer.state[p] for p in params] if own else []
+    states = [optimizer.state[p] for p in group["params"]] if layout.holders else []
     shared = group.get(SHARED, {})
     try:
-        columns = {key: [state[key] for state in states] for key in own}
-        return _together(layout, columns, shared)
+        return _together(layout, layout.columns(states), shared)
     except KeyError:
         first = _fill(optimizer, group, impl, layout)
         group[SHARED] = shared = {**first, **shared}  # a fused step overwrites them
-        columns = {key: [state[key] for state in states] for key in own}
-        return _together(layout, columns, shared)
+        return _together(layout, layout.columns(states), shared)
 
 
 def scatter(
@@ -59,6 +57,8 @@ def scatter(
     _, leaves, _ = flatten_with_keys(state, is_list)
     for key, leaf in zip(layout.keys, leaves, strict=True):
         for p, value in zip(group["params"], leaf, strict=True) if key is not None else ():
+            if value is None:
+                continue
             if overwrite and value is not optimizer.state[p][key]:
                 optimizer.state[p][key].copy_(value)
             else:
@@ -74,20 +74,22 @@ def _fill(
     params = group["params"]
     state = impl.init(params)
     first = flatten_with_keys(state, is_list)[1]
-    own = {key for key in layout.keys if key is not None}
-    for p in params if COUNT in own else ():
+    for place, p in enumerate(params) if COUNT in layout.holders else ():
         held = optimizer.state[p]
+        own = {key for key, holders in layout.holders.items() if holders[place]}
+        found = sorted(key for key, value in held.items() if key in own or isinstance(value, Tensor))
         lacking = sorted(own - set(held) - {COUNT})
-        if held and lacking:
+        if found and lacking:
             raise ValueError(
                 f"`state` of a parameter must have all that this {type(optimizer).__name__} keeps, or nothing: it "
-                f"lacks {lacking}, got {sorted(held)}"
+                f"lacks {lacking}, got {found}"
             )
-        if held:  # torch's SGD does not count
+        if found:  # torch's SGD does not count
             held.setdefault(COUNT, torch.ones((), dtype=torch.float32, device="cpu"))
     for key, leaves in zip(layout.keys, first, strict=True):
         for p, leaf in zip(params, leaves, strict=True) if key is not None else ():
-            optimizer.state[p].setdefault(key, leaf)
+            if leaf is not None:
+                optimizer.state[p].setdefault(key, leaf)
     return layout.shared(state)
 
 

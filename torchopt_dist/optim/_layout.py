@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
@@ -27,6 +28,19 @@ class Layout(NamedTuple):
     """A leaf's key in ``state[p]``; ``None`` for a leaf of the whole group, which is in ``group['shared_state']``."""
     paths: list[str]
     """A leaf's place in the state, which is its key there."""
+    holders: dict[str, list[bool]]
+    """For each key whether each parameter, in the group's order, has it; Adafactor's depend on the dimensions."""
+
+    def columns(self, states: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+        """Each key → what the parameters have under it, ``None`` for those that do not have it.
+
+        Raises:
+            KeyError: a parameter lacks what it should have.
+        """
+        return {
+            key: [state[key] if holds else None for state, holds in zip(states, own, strict=True)]
+            for key, own in self.holders.items()
+        }
 
     def shared(self, state: OptState) -> dict[str, Any]:
         """The leaves of the whole group in a state, by their keys."""
@@ -41,7 +55,12 @@ def layout_of(state: OptState) -> Layout:
     own = [path if is_list(leaf) else None for path, leaf in zip(paths, leaves, strict=True)]
     names = [path[-1] for path in own if path]  # a count of the whole group takes no name away
     keys = [None if path is None else _key(path, names) for path in own]
-    return Layout(spec, keys, [key_of(path) or "state" for path in paths])
+    holders = {
+        key: [value is not None for value in leaf]
+        for key, leaf in zip(keys, leaves, strict=True)
+        if key is not None
+    }
+    return Layout(spec, keys, [key_of(path) or "state" for path in paths], holders)
 
 
 def _key(path: tuple[str, ...], names: list[str]) -> str:
@@ -82,11 +101,17 @@ def sort_of(option: Any) -> tuple[type, str]:
 
 
 def counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The counts of a saved state, with their keys. They are on the CPU, so that reading them waits for no GPU.
+    """The counts of a saved state as tensors, with their keys; torch before 1.12 saved numbers.
+
+    They are on the CPU, so that reading them waits for no GPU.
 
     Torch takes only a key that is ``'step'`` for one; it casts others to the parameter's dtype, and in half
     precision a count then stands still at 256 or 2048.
     """
     for key, value in state.items():
-        if str(key).rpartition("/")[2] == COUNT and isinstance(value, Tensor) and not value.is_meta:
+        if str(key).rpartition("/")[2] != COUNT:
+            continue
+        if isinstance(value, Tensor) and not value.is_meta:
             yield key, value.cpu()
+        elif isinstance(value, (int, float)) and type(value) is not bool:
+            yield key, torch.tensor(float(value), dtype=torch.float32, device="cpu")

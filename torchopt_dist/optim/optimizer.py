@@ -222,8 +222,8 @@ class Optimizer(torch.optim.Optimizer):
             gather(self, group, impl, self._layout(index, group, impl))
             if self._counts_for_torch:
                 self._begin_counts(group["params"])
-        for state in self.state.values():
-            for tensor in filter(torch.is_tensor, state.values()):
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            for tensor in filter(torch.is_tensor, self.state[p].values()):
                 tensor.share_memory_()
         self._shares_memory = True
 
@@ -236,7 +236,10 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        names = set(state.get("defaults") or getattr(self, "defaults", {}))
         super().__setstate__(state)
+        for name in set(self.defaults) - names:  # torch adds its own: `differentiable`
+            del self.defaults[name]
         self._layouts = {}
         self._built = {}
         for index, group in enumerate(self.param_groups):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchopt_dist._options import hinted
 from torchopt_dist._types import ScalarOrSchedule
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
-from torchopt_dist.optim._layout import COUNT, counts
+from torchopt_dist.optim._layout import COUNT
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
@@ -27,7 +27,7 @@ __all__ = ["SGD", "MetaSGD", "sgd"]
 
 @hinted
 def sgd(
-    lr: ScalarOrSchedule,
+    lr: ScalarOrSchedule = 1e-3,
     momentum: HyperParameter = 0.0,
     dampening: HyperParameter = 0.0,
     weight_decay: HyperParameter = 0.0,
@@ -110,7 +110,7 @@ class SGD(Optimizer, transformation=sgd):
         packed = super().state_dict()
         packed["state"] = {
             index: {key: value for key, value in held.items() if key not in TraceState._fields}
-            if _is_unmoved(held)
+            if isinstance(held, dict) and _is_unmoved(held)
             else held
             for index, held in packed["state"].items()
         }
@@ -118,7 +118,8 @@ class SGD(Optimizer, transformation=sgd):
 
 
 def _is_unmoved(held: dict[str, Any]) -> bool:
-    return any(key == COUNT and not count for key, count in counts(held))
+    count = held.get(COUNT)
+    return isinstance(count, Tensor) and count.numel() == 1 and not count
 
 
 class MetaSGD(MetaOptimizer, transformation=sgd, moment_requires_grad=True):

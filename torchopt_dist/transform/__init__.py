@@ -12,6 +12,7 @@ from torchopt_dist.transform.base import (
     GradientTransformation,
     chain,
     identity,
+    of_elements,
 )
 from torchopt_dist.transform.centralize import centralize
 from torchopt_dist.transform.clip import clip_grad_norm, clip_grad_value
@@ -60,6 +61,7 @@ __all__ = [
     "multi_steps",
     "nan_to_num",
     "nan_to_num_hook",
+    "of_elements",
     "orthogonalize",
     "partition",
     "register_hook",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import FunctionType
 
 from torchopt_dist import pytree
 from torchopt_dist._types import OptState, Params, PerLeaf, Updates
@@ -63,7 +62,7 @@ def penalized(weight_decay: HyperParameter, maximize: bool) -> list[GradientTran
     return [*([scale(-1.0)] if maximize else []), add_decayed_weights(weight_decay)]
 
 
-@of_elements(FunctionType, str)
+@of_elements(str, masks=True)
 def _update(
     weight_decay: HyperParameter | PerLeaf,
     mask: Mask,

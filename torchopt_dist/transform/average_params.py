@@ -14,7 +14,7 @@ from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense, counts
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decay
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, of_elements
 
 __all__ = ["AverageParamsState", "average_params"]
 
@@ -63,6 +63,7 @@ def _init(params: Params, /) -> AverageParamsState:
     return AverageParamsState(pytree.map_tensors(torch.clone, params), counts(params))
 
 
+@of_elements()
 def _update(
     decay: HyperParameter | None,
     updates: Updates,

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._types import OptState, Params, Updates
@@ -35,6 +36,7 @@ __all__ = [
     "chain",
     "identity",
     "is_of_elements",
+    "link_of_whole",
     "of_elements",
     "stateless",
 ]
@@ -100,17 +102,50 @@ class GradientTransformation(NamedTuple):
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def of_elements(*but: type) -> Callable[[F], F]:
-    """Mark an update that does to each element what it does to a tensor of one, or goes by the norm of all tensors.
+class _Elements(NamedTuple):
+    """What is declared of an update by :func:`of_elements`."""
 
-    Such an optimizer does the same to one vector of all parameters (:mod:`torchopt_dist.diff.compiled`).
+    but: tuple[type, ...]
+    masks: bool
+    norms: bool
+    inner: Callable[..., GradientTransformation] | None
+
+
+def of_elements(
+    *but: type,
+    masks: bool = False,
+    norms: bool = False,
+    inner: Callable[..., GradientTransformation] | None = None,
+) -> Callable[[F], F]:
+    """Declare that an update does to each element of a tensor what it does to a tensor of that element alone.
+
+    Then an optimizer can work on parts of parameters (``shard=`` of :class:`~torchopt_dist.DataParallel`) and on one
+    vector of all of them (``compile=True`` of :func:`~torchopt_dist.inner_loop`). Links of which this is not declared
+    are refused there, or run as they are. Transformations among the arguments of an update, which it calls, have to be
+    declared themselves.
 
     Args:
-        but: types of arguments with which it does not; trees of them are such anyway.
+        but: types of arguments with which it does not on one vector of all parameters; trees of them are such anyway.
+        masks: whether an argument that is a function is one of the parameters, as a mask is, and not of the step.
+        norms: whether it also goes by the norm of all tensors, which that of a part is not.
+        inner: the update's arguments → a transformation that it makes of them and calls.
+
+    Returns:
+        A decorator of the function that is the ``update`` of a :class:`GradientTransformation`, or of which the update
+        is a ``functools.partial``.
+
+    Example:
+        >>> import torch
+        >>> from torchopt_dist import pytree
+        >>> @of_elements()
+        ... def signs(updates, state, *, params=None, inplace=False):
+        ...     return pytree.map_tensors(torch.sign, updates), state
+        >>> is_of_elements(chain(GradientTransformation(stateless, signs)))
+        True
     """
 
     def marked(update: F) -> F:
-        update.not_of_elements = (dict, list, tuple, *but)  # type: ignore[attr-defined]
+        update.of_elements = _Elements(but, masks, norms, inner)  # type: ignore[attr-defined]
         return update
 
     return marked
@@ -120,12 +155,58 @@ def is_of_elements(impl: GradientTransformation) -> bool:
     """Whether a transformation does the same to one vector of all parameters as to each of them."""
     if isinstance(impl, ChainedGradientTransformation):
         return all(map(is_of_elements, impl.transformations))
+    declared, given = _declared(impl)
+    if declared is None or declared.inner is not None:
+        return False
+    kinds = (dict, list, tuple, *declared.but)
+    return not any(isinstance(value, kinds) or (declared.masks and callable(value)) for value in given)
+
+
+def link_of_whole(impl: GradientTransformation) -> str | None:
+    """The name of a link that needs whole parameters, or is not declared to do without; ``None`` if there is none."""
+    if isinstance(impl, ChainedGradientTransformation):
+        return next(filter(None, map(link_of_whole, impl.transformations)), None)
+    declared, given = _declared(impl)
+    if declared is None or declared.norms:
+        return _name_of(impl)
+    if declared.inner is not None:
+        return link_of_whole(declared.inner(*given))
+    for value in given:
+        if (declared.masks and callable(value)) or any(
+            isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in _values_in(value)
+        ):
+            return _name_of(impl)
+        for one in (value, *_values_in(value)):
+            if isinstance(one, GradientTransformation) and (found := link_of_whole(one)):
+                return found
+    return None
+
+
+def _declared(impl: GradientTransformation) -> tuple[_Elements | None, list[Any]]:
     update: Any = impl.update
     given: list[Any] = []
     if isinstance(update, partial):
         update, given = update.func, [*update.args, *update.keywords.values()]
-    kinds = getattr(update, "not_of_elements", None)
-    return kinds is not None and not any(isinstance(value, kinds) for value in given)
+    return getattr(update, "of_elements", None), given
+
+
+def _values_in(value: Any) -> list[Any]:
+    if isinstance(value, GradientTransformation):
+        return []
+    if isinstance(value, dict):
+        return [leaf for one in value.values() for leaf in _values_in(one)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for one in value for leaf in _values_in(one)]
+    return [value]
+
+
+def _name_of(impl: GradientTransformation) -> str:
+    update: Any = impl.update
+    function = update.func if isinstance(update, partial) else update
+    home = str(getattr(function, "__module__", "")).split(".")
+    if home[0] == "torchopt_dist":
+        return {"clip": "clip_grad_norm", "hook": "register_hook"}.get(home[-1], home[-1])
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 class ChainedGradientTransformation(GradientTransformation):

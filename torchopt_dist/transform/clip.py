@@ -92,7 +92,7 @@ def _order(norm_type: Any) -> float:
     return order
 
 
-@of_elements()
+@of_elements(norms=True)
 def _norm_update(
     max_norm: HyperParameter,
     order: float,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchopt_dist import _torch_private
 from torchopt_dist._types import Numeric, OptState, Params, Schedule, Updates
 from torchopt_dist._vmap import values_of
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, of_elements
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
 
@@ -113,6 +113,13 @@ def _init(
     return InjectHyperparamsState(step, values, constructor(**rest, **values).init(params))
 
 
+def _first_of(
+    constructor: Constructor, injected: Mapping[str, Any], rest: Mapping[str, Any]
+) -> GradientTransformation:
+    return constructor(**rest, **_values(injected, torch.zeros((), device="cpu")))
+
+
+@of_elements(inner=_first_of)
 def _update(
     constructor: Constructor,
     injected: Mapping[str, Any],

@@ -12,7 +12,7 @@ from torchopt_dist import pytree
 from torchopt_dist._types import OptState, Params, TensorTree, Updates
 from torchopt_dist.ops._columns import present
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero
-from torchopt_dist.transform.base import GradientTransformation, no_transformation
+from torchopt_dist.transform.base import GradientTransformation, no_transformation, of_elements
 
 __all__ = ["LookaheadState", "lookahead"]
 
@@ -69,6 +69,7 @@ def _init(inner: GradientTransformation, params: Params, /) -> LookaheadState:
     return LookaheadState(step, pytree.map_tensors(torch.clone, params), inner.init(params))
 
 
+@of_elements()
 def _update(
     inner: GradientTransformation,
     sync_period: int,

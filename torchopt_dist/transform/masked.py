@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torchopt_dist import pytree
 from torchopt_dist._name_patterns import check_patterns, first_match
 from torchopt_dist._types import OptState, Params, Updates
-from torchopt_dist.transform.base import GradientTransformation, no_transformation
+from torchopt_dist.transform.base import GradientTransformation, no_transformation, of_elements
 
 __all__ = ["Mask", "MaskedState", "choices_of", "masked"]
 
@@ -69,6 +69,7 @@ def _init(inner: GradientTransformation, mask: Mask, params: Params, /) -> Maske
     return MaskedState(inner.init(_hide(leaves, choices_of(spec, mask, params), spec)))
 
 
+@of_elements(masks=True)
 def _update(
     inner: GradientTransformation,
     mask: Mask,

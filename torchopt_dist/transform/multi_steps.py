@@ -13,7 +13,7 @@ from torchopt_dist._types import OptState, Params, TensorTree, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense, counts, filled
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, of_elements
 
 __all__ = ["MultiStepsState", "multi_steps"]
 
@@ -74,6 +74,7 @@ def _zeros(params: Params) -> TensorTree:
     return filled(params)
 
 
+@of_elements()
 def _update(
     inner: GradientTransformation,
     every: int,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.ops._columns import as_complex, as_real
-from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
 
 __all__ = ["check_replacements", "nan_to_num", "replace_nonfinite"]
 
@@ -65,6 +65,7 @@ def replace_nonfinite(nan: float, posinf: float | None, neginf: float | None, x:
     return as_complex(replaced, [x])[0]
 
 
+@of_elements()
 def _update(
     nan: float,
     posinf: float | None,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torchopt_dist import pytree
 from torchopt_dist._types import OptState, Params, Updates
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, of_elements
 
 __all__ = ["Labels", "PartitionState", "partition"]
 
@@ -74,6 +74,7 @@ def _init(parts: dict[str, GradientTransformation], labels: Labels, params: Para
     )
 
 
+@of_elements(masks=True)
 def _update(
     parts: dict[str, GradientTransformation],
     labels: Labels,

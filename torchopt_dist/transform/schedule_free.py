@@ -15,7 +15,7 @@ from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import counts
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decay
 from torchopt_dist.transform.average_params import share_of_newest
-from torchopt_dist.transform.base import GradientTransformation, no_transformation
+from torchopt_dist.transform.base import GradientTransformation, no_transformation, of_elements
 
 __all__ = ["ScheduleFreeState", "schedule_free"]
 
@@ -71,6 +71,7 @@ def _init(inner: GradientTransformation, params: Params, /) -> ScheduleFreeState
     return ScheduleFreeState(z, average, counts(params), inner.init(params))
 
 
+@of_elements()
 def _update(
     inner: GradientTransformation,
     b1: HyperParameter,

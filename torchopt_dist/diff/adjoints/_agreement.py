@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.diff.adjoints._described import description_of
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._ranks import Ranks
 from torchopt_dist.diff.adjoints._shards import ShardedModel
@@ -30,7 +31,8 @@ def agreed(ranks: Ranks, loop: Loop, adjoint: Adjoint) -> int:
     facts = {
         "the adjoints": _settings_of(adjoint),
         "the numbers of steps": loop.steps,
-        "the optimizers": str(pytree.flatten(loop.first.state)[1]),
+        "the optimizers": description_of(loop.optimizer),
+        "the structures of the optimizers' states": str(pytree.flatten(loop.first.state)[1]),
         "the shapes of parameters": [(tuple(one.shape), str(one.dtype)) for one in ranks.moved],
         "the shapes of replicated meta tensors": [(tuple(one.shape), str(one.dtype)) for one in replicated],
         "the numbers of own meta tensors": len(ranks.own),
@@ -40,7 +42,12 @@ def agreed(ranks: Ranks, loop: Loop, adjoint: Adjoint) -> int:
     }
     model = loop.model.whole if isinstance(loop.model, ShardedModel) else loop.model
     whole = [model.leaves[place] for place in model.moved_places]
-    sums = {"parameters": _sums(whole), "replicated meta tensors": _sums(replicated)}
+    state = [leaf for leaf in pytree.flatten(loop.first.state)[0] if isinstance(leaf, Tensor)]
+    sums = {
+        "parameters": _sums(whole),
+        "replicated meta tensors": _sums(replicated),
+        "first state of the optimizers": [] if ranks.shards else _sums(state),
+    }
     others = ranks.group.agreed((facts, sums, loop.seed))
     error = _difference(others)
     if error is not None:
@@ -54,9 +61,10 @@ def _difference(others: Sequence[Any]) -> str | None:
     for rank, (other, other_sums, _) in enumerate(others):
         for name, value in others[0][0].items():
             if other[name] != value:
+                one, two = _where_they_differ(str(value), str(other[name]))
                 return (
-                    f"all ranks must run the same loop with `parallel`: {name} differ: {value} on rank 0, "
-                    f"{other[name]} on rank {rank}"
+                    f"all ranks must run the same loop with `parallel`: {name} differ: {one} on rank 0, {two} on rank "
+                    f"{rank}"
                 )
         for name, value in others[0][1].items():
             if not torch.allclose(
@@ -68,6 +76,17 @@ def _difference(others: Sequence[Any]) -> str | None:
                     "tensors of one rank alone belong into `own`"
                 )
     return None
+
+
+def _where_they_differ(one: str, other: str) -> tuple[str, str]:
+    """Two texts, or, if they are long, what is around the first place in which they differ."""
+    if max(len(one), len(other)) <= 200:
+        return one, other
+    pairs = zip(one, other, strict=False)
+    first = next((place for place, (a, b) in enumerate(pairs) if a != b), 0)
+    begin = max(0, first - 60)
+    before = "..." if begin else ""
+    return before + one[begin : first + 60], before + other[begin : first + 60]
 
 
 def _settings_of(adjoint: Adjoint) -> str:
@@ -85,7 +104,14 @@ def _sums(tensors: Sequence[Tensor]) -> list[float]:
     if transforms_are_active() or not tensors:
         return []
     with torch.no_grad():
-        parts = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
+        parts = [
+            torch.view_as_real(one.resolve_conj())
+            if one.is_complex()
+            else one
+            if one.is_floating_point()
+            else one.double()
+            for one in tensors
+        ]
         sums = [
             (part.sum(dtype=torch.float64), torch.linalg.vector_norm(part, dtype=torch.float64))
             for part in parts

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._formulas import normalization_by_formula
+from torchopt_dist._formulas import formulas_in_transforms
 from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
@@ -359,7 +359,7 @@ class Loop:
             return loss.reshape(()), [*buffers, *tensors]
 
         given = [carry.params[place] for place in self.model.moved_places]
-        with normalization_by_formula(), without_fast_path():
+        with formulas_in_transforms(), without_fast_path():
             found, loss, others = grads_inside_transforms(objective, given)
         if self.ranks is not None:
             (loss,) = mean(self.ranks, [loss])

@@ -16,16 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist import pytree
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
 from torchopt_dist.diff.adjoints._ranks import Ranks, kinds, local
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform.base import GradientTransformation, link_of_whole
 
 __all__ = ["ShardedModel", "check_elementwise"]
-
-SIZES = (1.0, 1e-3, 1e3, 1e9)
-"""Of the gradients by which an optimizer is looked at."""
 
 
 class ShardedModel(Model):
@@ -147,38 +143,18 @@ class ShardedModel(Model):
         return [made[place] for place in self.first_places]
 
 
-def check_elementwise(optimizer: GradientTransformation, model: Model) -> None:
-    """Look whether an optimizer moves each element by itself, by steps on small tensors of the model's structure.
+def check_elementwise(optimizer: GradientTransformation) -> None:
+    """Check that an optimizer is declared to move each element by itself.
 
     Raises:
-        ValueError: it moves the first half of the tensors in another way where the second half is missing.
+        ValueError: a link is not.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(leaf: Tensor) -> Tensor:
-        return torch.randn([2] * leaf.ndim, dtype=torch.float64, generator=generator, device="cpu")
-
-    def half(tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1)[: max(1, tensor.numel() // 2)].clone()
-
-    whole = [draw(leaf) for leaf in model.leaves]
-    parts = [half(leaf) for leaf in whole]
-    with torch.no_grad():
-        states = [optimizer.init(model.tree(leaves)) for leaves in (whole, parts)]
-        for size in SIZES:
-            grads = [draw(leaf) * size for leaf in model.leaves]
-            moved = []
-            for number, (leaves, of_these) in enumerate(((whole, grads), (parts, [half(g) for g in grads]))):
-                updates, states[number] = optimizer.update(
-                    model.tree(of_these), states[number], params=model.tree(leaves), inplace=False
-                )
-                moved.append([leaf for leaf in pytree.flatten(updates)[0] if isinstance(leaf, Tensor)])
-            for one, other in zip(*moved, strict=True):
-                if not torch.allclose(half(one), other.reshape(-1), rtol=1e-6, atol=0, equal_nan=True):
-                    raise ValueError(
-                        "`shard` of DataParallel must be None with an optimizer that combines the elements of "
-                        "parameters, as clipping by a norm, LAMB and Muon do: each rank would have a part of them"
-                    )
+    if (name := link_of_whole(optimizer)) is not None:
+        raise ValueError(
+            "`shard` of DataParallel must be None with an optimizer that combines the elements of parameters, as "
+            "clipping by a norm, LAMB and Muon do, or that draws or counts for all of them: each rank would have a "
+            f"part of them; got {name}, which is not declared to do without (todist.transform.of_elements)"
+        )
 
 
 def _rows(ranks: Ranks, tensors: Sequence[Tensor]) -> Tensor:
