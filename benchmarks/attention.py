@@ -95,10 +95,8 @@ def main() -> None:
         peak = {way: max(mebibytes for mebibytes, _ in all_of_it) for way, all_of_it in found.items()}
         rows.append([f"{length:,}", *(f"{peak[way]:,.0f} MiB, {best[way]:.2f} s" for way in WAYS)])
         if length == LENGTHS[-1]:
-            for way, peer in {
-                "SDPBackend.MATH": "`SDPBackend.MATH`",
-                "written out": "the formula, written out",
-            }.items():
+            peers = {"SDPBackend.MATH": "`SDPBackend.MATH`", "written out": "the formula, written out"}
+            for way, peer in peers.items():
                 question = f"second-order gradient of attention, {length:,} tokens"
                 answer = f"{best['tiles'] / best[way]:.2f} of the time, {peak['tiles'] / peak[way]:.2f} of the memory"
                 ratio(question, peer, answer)
