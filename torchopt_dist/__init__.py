@@ -27,6 +27,7 @@ from torchopt_dist import (
 from torchopt_dist._liveness import Liveness
 from torchopt_dist._team import team
 from torchopt_dist.checkpoint import Checkpointer
+from torchopt_dist.core.rematerialized import remat
 from torchopt_dist.diff import adjoints
 from torchopt_dist.diff.adjoints import (
     SAMA,
@@ -251,6 +252,7 @@ __all__ = [
     "rank_non_zero_only",
     "rank_zero_only",
     "recover_state_dict",
+    "remat",
     "remote_async_call",
     "remote_call",
     "remote_sync_call",

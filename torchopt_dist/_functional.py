@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-__all__ = ["ReplacementFn", "replaced"]
+__all__ = ["Place", "ReplacementFn", "Replacements", "replaced"]
 
 ReplacementFn = Callable[..., Any]
 """The function that it replaces, then that one's arguments → what that one returns."""
@@ -51,10 +51,7 @@ def replaced(module: ModuleType | type, functions: Mapping[str, ReplacementFn]) 
     by_place = {(module, name): function for name, function in functions.items()}
     with _places.lock:
         for place in by_place:
-            if not _places.counts.get(place):
-                own = _places.torchs[place] = getattr(*place)
-                setattr(*place, partial(_call, place, own))
-            _places.counts[place] = _places.counts.get(place, 0) + 1
+            _enter(place)
     for place, function in by_place.items():
         _chosen.at.setdefault(place, []).append(function)
     try:
@@ -64,9 +61,50 @@ def replaced(module: ModuleType | type, functions: Mapping[str, ReplacementFn]) 
             _chosen.at[place].pop()
         with _places.lock:
             for place in by_place:
-                _places.counts[place] -= 1
-                if not _places.counts[place]:
-                    setattr(*place, _places.torchs[place])
+                _leave(place)
+
+
+class Replacements:
+    """What this thread has in the places of functions now, which can be put there again later, in any thread.
+
+    Args:
+        but: places that are left out, now and later.
+    """
+
+    def __init__(self, but: Collection[Place] = ()) -> None:
+        self._but = but
+        self._at = {place: list(made) for place, made in _chosen.at.items() if made and place not in but}
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A context in which these functions, and no others, are in the places of torch's."""
+        before = _chosen.at
+        kept = {place: before[place] for place in self._but if place in before}
+        with _places.lock:
+            for place in self._at:
+                _enter(place)
+        _chosen.at = {**{place: list(made) for place, made in self._at.items()}, **kept}
+        try:
+            yield
+        finally:
+            _chosen.at = before
+            with _places.lock:
+                for place in self._at:
+                    _leave(place)
+
+
+def _enter(place: Place) -> None:
+    """One context more needs a place; under the lock."""
+    if not _places.counts.get(place):
+        own = _places.torchs[place] = getattr(*place)
+        setattr(*place, partial(_call, place, own))
+    _places.counts[place] = _places.counts.get(place, 0) + 1
+
+
+def _leave(place: Place) -> None:
+    _places.counts[place] -= 1
+    if not _places.counts[place]:
+        setattr(*place, _places.torchs[place])
 
 
 def _call(place: Place, torchs: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

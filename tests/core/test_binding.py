@@ -12,6 +12,7 @@ import sys
 import textwrap
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torchopt_dist.core.binding import Bindings, Bound, bind
 
 SETUP = """
 import dataclasses, functools, torch
+import numpy as np
 from torch import nn
 import torch.nn.functional as F
 """
@@ -98,6 +100,7 @@ BOUND = {
     """,
     "an entry of a list": "xs = [1.0, 2.0]\ndef f(p): return p * xs[0]\ndef anew(): xs[0] = 3.0",
     "a list that has grown": "xs = [1.0, 2.0]\ndef f(p): return p * sum(xs)\ndef anew(): xs.append(3.0)",
+    "an element of an array": "a = np.ones(3)\ndef f(p): return p * a.sum()\ndef anew(): a[1] = 3.0",
     "an entry of a dictionary": "c = {'x': 1.0}\ndef f(p): return p * c['x']\ndef anew(): c['x'] = 3.0",
     "a default argument": """
         x = {'x': 1.0}
@@ -222,6 +225,15 @@ REFUSED = {
         def f(p): return p * Task.x
         def anew(): Task.x = 3.0
     """,
+    "an attribute of a class in a function": """
+        def make():
+            class Task:
+                x = 1.0
+            def f(p): return p * Task.x
+            def anew(): Task.x = 3.0
+            return f, anew
+        f, anew = make()
+    """,
     "a name that a cached function reads": """
         x = 1.0
         @functools.lru_cache
@@ -272,8 +284,9 @@ def test_a_name_that_cannot_be_given_back_is_an_error(text):
     bound = bind(names["f"])
     bound.settle()
     names["anew"]()
-    with pytest.raises(RuntimeError, match=r"`x`, which `.*` reads, has been bound anew"):
-        bound(2.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"`x`, which `.*` reads, has been bound anew"):
+            bound(2.0)
 
 
 COUNTING = {
@@ -347,6 +360,44 @@ def test_a_tensor_that_is_changed_in_place_is_an_error(text):
         names["t"].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
         bound(2.0)
+
+
+@pytest.mark.compiles
+def test_a_compiled_function_runs_as_it_is_where_a_name_was_bound_anew():
+    names = script("""
+        x = torch.tensor(1.0)
+        def g(p): return p * x
+        f = torch.compile(g, backend="eager")
+        def h(p): return f(p) + 1
+    """)
+    f, h = bind(names["f"]), bind(names["h"])
+    assert (value(f), value(h)) == (2.0, 3.0)
+    f.settle()
+    h.settle()
+    names["x"] = torch.tensor(3.0)
+    assert (value(names["f"]), value(names["h"])) == (6.0, 7.0)
+    assert (value(f), value(h)) == (2.0, 3.0)
+
+
+def test_threads_see_their_own_names():
+    """Of several copies at once, and of the original."""
+    names = script("""
+        import threading
+        x = 1.0
+        meet = threading.Barrier(3)
+        def f(p):
+            meet.wait(30)
+            return p * x
+    """)
+    bound = []
+    for number in (1.0, 2.0):
+        names["x"] = number
+        bound.append(bind(names["f"]))
+        bound[-1].settle()
+    names["x"] = 3.0
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(function, 2.0) for function in (*bound, names["f"])]
+        assert [one.result(30) for one in found] == [2.0, 4.0, 6.0]
 
 
 def test_several_functions_see_the_same_names():

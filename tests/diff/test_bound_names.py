@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL, EXACT, SAMPLED
@@ -208,6 +208,53 @@ def test_the_samples_of_a_vmap():
         return torch.autograd.grad(value, w)[0]
 
     torch.testing.assert_close(total(todist.Replayed(), True), total(todist.Recorded(), False))
+
+
+class Recurrent(nn.Module):
+    """A cell that keeps what it has last computed: not at all, to be looked at, as a buffer, or in an attribute."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.cell, self.kept, self.last = nn.RNNCell(2, 2).double(), kept, None
+        self.register_buffer("state", torch.zeros(3, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.state if self.kept == "a buffer" or self.last is None else self.last
+        out = self.cell(x, self.state if self.kept == "to be looked at" else before)
+        if self.kept == "a buffer":
+            self.state = out.detach()
+        elif self.kept != "not at all":
+            self.last = out.detach()
+        return out
+
+
+@pytest.mark.parametrize("kept", ["not at all", "to be looked at", "a buffer", "in an attribute"])
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
+def test_state_in_an_attribute_is_an_error(name, kept):
+    """A step that runs again would find what the last one has left; buffers go from step to step."""
+
+    def gradient(adjoint: Any) -> Tensor:
+        torch.manual_seed(0)
+        net, w = Recurrent(kept), torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+        x = torch.randn(3, 2, dtype=torch.float64)
+        given = {"meta": w, "adjoint": adjoint, "seed": 1}
+        made = todist.inner_loop(lambda m: (w * (m(x) - x) ** 2).mean(), todist.sgd(lr=0.5), net, 3, **given)
+        return torch.autograd.grad(made.params.cell.weight_ih.sin().sum(), w)[0]
+
+    adjoint = ALL[name]
+    if name == "implicit":  # far from a minimum
+        solver = todist.linear_solve.solve_normal_cg(ridge=0.1, not_converged="ignore")
+        adjoint = todist.Implicit(solver, not_converged="ignore")
+    if kept == "in an attribute":
+        with pytest.raises(
+            ValueError, match=r"state in attributes .* has set `Recurrent.last`. Make it a buffer"
+        ):
+            gradient(adjoint)
+    else:
+        found = gradient(adjoint)
+        if name in EXACT:
+            torch.testing.assert_close(found, gradient(todist.Recorded()))
 
 
 def test_sampled_adjoints_are_among_those():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist._formulas import normalization_by_formula
+from torchopt_dist._formulas import formulas_in_transforms
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 
 D = torch.float64
@@ -158,7 +158,7 @@ def test_autograd_outside_of_vmap_has_the_derivatives_of_a_loop(name: str) -> No
     order = 1 if name.startswith(FIRST_ORDER) else 2
     one_by_one = torch.stack([loss(*one) for one in zip(seen, *params, strict=True)])
     expected = derivatives(one_by_one, params, order=order)
-    with normalization_by_formula():
+    with formulas_in_transforms():
         found = derivatives(torch.vmap(loss)(seen, *params), params, order=order)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
@@ -174,7 +174,7 @@ def test_a_step_of_torch_func_grad_inside_vmap_has_the_gradient_of_torch_func(na
         return loss(seen, *[p - 0.1 * grad for p, grad in zip(params, grads, strict=True)])
 
     params = [value.clone().requires_grad_() for value in values]
-    with normalization_by_formula():
+    with formulas_in_transforms():
         found = torch.autograd.grad(torch.vmap(after_a_step)(seen, *params).sum(), params)
     pieces = [[value[n].clone().requires_grad_() for value in values] for n in range(TASKS)]
     expected = []

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist._formulas import normalization_by_formula
+from torchopt_dist._formulas import formulas_in_transforms
 
 D = torch.float64
 TASKS = 3
@@ -42,7 +42,7 @@ def test_a_step_of_torch_func_grad_has_the_gradient_of_a_loop(name):
         return loss([p - 0.1 * grad for p, grad in zip(params, grads, strict=True)], x)
 
     one_by_one = torch.stack([task(x) for x in xs])
-    with normalization_by_formula():
+    with formulas_in_transforms():
         at_once = torch.vmap(task)(xs)
     torch.testing.assert_close(at_once, one_by_one)
     expected = torch.autograd.grad(one_by_one.sum(), params)
@@ -60,7 +60,7 @@ def test_evaluation_and_types_are_as_torch_has_them():
     x, affine = torch.randn(3, 4), [torch.rand(4), torch.rand(4)]
     mean, variance = torch.rand(4), torch.rand(4)
     expected = F.batch_norm(x, mean, variance, *affine)
-    with normalization_by_formula():
+    with formulas_in_transforms():
         torch.testing.assert_close(
             torch.vmap(lambda x: F.batch_norm(x, mean, variance, *affine))(x[None])[0], expected
         )

@@ -208,3 +208,12 @@ def test_functions_that_are_differentiable_once_are_known_unless_their_names_are
     assert not private.is_refusal(SimpleNamespace())
     monkeypatch.setattr(type(y.grad_fn), "_forward_cls", None)
     assert private.once_differentiable_name(type(y.grad_fn)) is None
+
+
+def test_a_checkpoint_is_found_unless_it_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = private.recomputing_checkpoint()
+    assert found is not None
+    module, name = found
+    assert callable(getattr(module, name))
+    monkeypatch.delattr(module, name)
+    assert private.recomputing_checkpoint() is None

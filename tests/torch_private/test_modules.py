@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+import torchopt_dist as todist
 from torchopt_dist import _torch_private as private
+from torchopt_dist._torch_private import backward_hooks
 
 
 @pytest.mark.parametrize(
@@ -77,3 +81,61 @@ def test_without_the_name_of_the_hooks_a_module_has_none(monkeypatch: pytest.Mon
     assert private.has_forward_hook(module, hook)
     monkeypatch.delattr(module, "_forward_hooks")
     assert not private.has_forward_hook(module, hook)
+
+
+def _seen_after_steps(net: nn.Sequential, keep: bool) -> tuple[int, tuple[list[object], list[object]]]:
+    """How many tensors there are more after ten times two steps on a clone, and the modules that hooks were given."""
+    given: list[object] = []
+    handles = [part.register_full_backward_hook(lambda part, *_: given.append(part)) for part in net]
+    handles += [part.register_full_backward_pre_hook(lambda part, *_: given.append(part)) for part in net]
+    kept: list[nn.Sequential] = []
+
+    def once() -> None:
+        x = torch.ones(2, 3, requires_grad=True)  # or torch warns
+        clone = todist.module_clone(net)
+        inner = todist.MetaSGD(clone, lr=0.1)
+        for _ in range(2):
+            inner.step(clone(x).square().mean())
+        loss = clone(x).square().mean()
+        kept.extend([clone] if keep else [])
+        del clone, inner
+        given.clear()
+        loss.backward()
+        net.zero_grad()
+
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
+
+    once()
+    before = count()
+    for _ in range(10):
+        once()
+    for handle in handles:
+        handle.remove()
+    last: list[object] = [part for clone in kept[-1:] for part in clone]
+    found = list(given), last
+    kept.clear()
+    given.clear()
+    return count() - before, found
+
+
+def test_a_clone_with_backward_hooks_is_freed_and_hooks_get_their_modules() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    more, (given, _) = _seen_after_steps(net, keep=False)
+    assert more <= 0
+    assert {*map(id, given)} == {*map(id, net)}  # the clone has gone
+    _, (given, parts) = _seen_after_steps(net, keep=True)
+    assert {*map(id, given)} == {*map(id, parts)}
+
+
+def test_without_the_name_hooks_run_and_the_clone_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = torch.nn.modules.module
+    plain = next(one for one in vars(home)["BackwardHook"].__mro__ if "lets_clones_go" not in vars(one))
+    monkeypatch.setattr(home, "BackwardHook", plain)
+    monkeypatch.setattr(backward_hooks, "find", lambda path: None)
+    net = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    private.let_graphs_drop([*net], [*net])
+    more, (given, _) = _seen_after_steps(net, keep=False)
+    assert more > 0
+    assert given

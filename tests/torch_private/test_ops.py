@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from torchopt_dist import _torch_private as private
-from torchopt_dist._formulas import normalization_by_formula
+from torchopt_dist._formulas import formulas_in_transforms
 
 
 @pytest.mark.parametrize("hide", [False, True])
@@ -85,5 +85,5 @@ def test_without_the_names_of_weight_normalization_it_is_torchs(monkeypatch: pyt
     for module, name in private.places_of_weight_norm():
         monkeypatch.delattr(module, name)
     assert private.places_of_weight_norm() == []
-    with normalization_by_formula():
+    with formulas_in_transforms():
         assert not hasattr(torch, "_weight_norm")

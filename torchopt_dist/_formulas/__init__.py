@@ -34,11 +34,11 @@ from torchopt_dist._formulas.weight_norm import scaled_to, weight_norm
 from torchopt_dist._functional import replaced
 from torchopt_dist._torch_private import places_of_weight_norm
 
-__all__ = ["ForwardModeFormulas", "normalization_by_formula", "short_formulas"]
+__all__ = ["ForwardModeFormulas", "formulas_in_transforms", "short_formulas"]
 
 
 @contextmanager
-def normalization_by_formula() -> Iterator[None]:
+def formulas_in_transforms() -> Iterator[None]:
     """A context in which this thread's torch normalizes and looks up by formulas inside of transforms.
 
     ``torch.nn.functional`` and modules call the same functions of ``torch``, which are replaced.

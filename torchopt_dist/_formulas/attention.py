@@ -1,9 +1,9 @@
 """Attention → attention with all derivatives, or an error in backward that says how to get them.
 
 ``F.scaled_dot_product_attention`` takes a fast kernel where it can, and these kernels have no second derivative. Its
-formula, ``SDPBackend.MATH``, has all of them. In ``eval()``, ``nn.MultiheadAttention`` and
-``nn.TransformerEncoderLayer`` call one function of torch, the fast path, for all that they compute, unless a tensor
-requires grad; inside ``vmap`` they cannot see that one does (2.13).
+formula, ``SDPBackend.MATH``, has all of them; where it has many scores, it is computed in tiles. In ``eval()``,
+``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call one function of torch, the fast path, for all that
+they compute, unless a tensor requires grad; inside ``vmap`` they cannot see that one does (2.13).
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda, mha
 
 from torchopt_dist._formulas.operands import fit_short_formula
-from torchopt_dist._functional import replaced
-from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._formulas.tiled_attention import tiled_attention
+from torchopt_dist._functional import Replacements, replaced
+from torchopt_dist._torch_private import entrances_for_tensors, recomputing_checkpoint, transforms_are_active
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus
 
@@ -51,7 +53,31 @@ _choice = _Choice()
 
 @contextmanager
 def attention_by_formula() -> Iterator[None]:
-    """A context in which ``F.scaled_dot_product_attention`` computes by its formula.
+    """A context in which ``F.scaled_dot_product_attention`` computes by its formula, which has all derivatives.
+
+    In this thread long ones are computed in tiles, and ``torch.utils.checkpoint`` computes again what it has computed
+    here, in whichever context the backward pass is.
+    """
+    with _without_kernels(), replaced(F, {"scaled_dot_product_attention": tiled_attention}):
+        checkpoint = recomputing_checkpoint()
+        with nullcontext() if checkpoint is None else replaced(checkpoint[0], {checkpoint[1]: _checkpoint}):
+            yield
+
+
+def _checkpoint(torchs: Callable[..., Any], function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """A checkpoint's function is called again with the same functions in the places of torch's."""
+    here = Replacements(entrances_for_tensors())
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with _without_kernels(), here.again():
+            return function(*args, **kwargs)
+
+    return torchs(again, *rest, **named)
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """A context in which torch computes attention by its formula.
 
     Meanwhile this holds for other threads, too. The first thread to enter changes torch's setting, and the last one to
     leave restores it.

@@ -1,4 +1,4 @@
-"""Normalization → by its formula inside of transforms, for code that torch's compiler traces.
+"""Normalization and embeddings → by their formulas inside of transforms, for code that torch's compiler traces.
 
 The compiler cannot trace the replacement of torch's functions, and follows a mode; it sees the functions of
 ``torch.nn.functional``, whose arguments have another order.
@@ -20,13 +20,13 @@ from torchopt_dist._formulas.weight_norm import scaled_to
 from torchopt_dist._torch_private import places_of_weight_norm
 from torchopt_dist._types import OptionalTensor
 
-__all__ = ["TracedNormalization"]
+__all__ = ["TracedFormulas"]
 
 _WEIGHT_NORMS = tuple(getattr(module, name) for module, name in places_of_weight_norm())
 
 
-class TracedNormalization(TorchFunctionMode):
-    """A context in which traced code normalizes by formulas."""
+class TracedFormulas(TorchFunctionMode):
+    """A context in which traced code normalizes and looks up rows by formulas."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -7,6 +7,7 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
+from torchopt_dist._torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
     original_of,
@@ -43,6 +44,7 @@ from torchopt_dist._torch_private.graph import (
     is_used_up,
     memory_is_shared,
     once_differentiable_name,
+    recomputing_checkpoint,
     tensor_version,
     tensors_entering,
     without_modes,
@@ -139,6 +141,7 @@ __all__ = [
     "is_zero_tensor",
     "leave_finalizers",
     "left_to_python",
+    "let_graphs_drop",
     "memory_is_shared",
     "nccl_group",
     "next_sequence_number",
@@ -151,6 +154,7 @@ __all__ = [
     "places_of_weight_norm",
     "profiler_is_on",
     "queue_gpu_seed",
+    "recomputing_checkpoint",
     "sequence_numbers",
     "set_cpp_log_level",
     "set_default_rpc_timeout",

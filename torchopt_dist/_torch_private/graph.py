@@ -6,10 +6,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import optree
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction, once_differentiable
@@ -24,9 +26,13 @@ _ONCE = once_differentiable(lambda _: None).__code__
 def tensor_version(tensor: Tensor) -> int | None:
     """How often a tensor has been changed in place.
 
+    It is the tensor's own, whatever stands for it in an active mode of ``torch.overrides``.
+
     Without the name the answer is ``None``: changes in place between forward and backward go unnoticed.
     """
-    return getattr(tensor, "_version", None)
+    own = getattr(torch._C, "DisableTorchFunction", None)
+    with nullcontext() if own is None else own():
+        return getattr(tensor, "_version", None)
 
 
 def without_modes() -> AbstractContextManager[object]:
@@ -208,3 +214,13 @@ def ends_gradients_graph(node: Any, gradients: Sequence[Any]) -> bool:
         not one.is_replicate() if partial else one != other
         for one, other, partial in zip(given, wanted, whole, strict=True)
     )
+
+
+def recomputing_checkpoint() -> tuple[ModuleType, str] | None:
+    """The module and the name of what ``torch.utils.checkpoint`` gives the function to that it will call again.
+
+    Without the name there is none: a checkpoint around attention, in a step that is recorded, fails in backward with an
+    error of torch's about what was computed again.
+    """
+    module, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+    return (module, name) if hasattr(module, name) else None

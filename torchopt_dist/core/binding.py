@@ -14,12 +14,13 @@ import dis
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -135,18 +136,57 @@ class Bindings:
         finally:
             self._forget(self._changed() - changed)
 
-    def _with(self, function: Any, changed: frozenset[int]) -> Any:
+    def anew(self, *things: Any) -> list[Any]:
+        """Functions, and other things they were noted with, as they were: also what they have changed themselves.
+
+        What they change in their turn is theirs: copies are made each time.
+
+        Raises:
+            RuntimeError: as :meth:`again`.
+        """
+        self._check(things[0])
+        changed = self._changed()
+        if not changed:
+            return list(things)
+        copies = _Copies(self._nodes, self._places, changed)
+        return [copies.of(thing) for thing in things]
+
+    def settle_tensors(self, used: Collection[int]) -> list[Tensor]:
+        """The tensors that have been changed in place.
+
+        From now on they are not looked at, and neither are those that were not used.
+
+        Args:
+            used: the ids of those that were.
+        """
+        moved = [self._seen.tensors[place] for place in self._seen.changed()]
+        gone = {id(x) for x in moved}
+        self._seen = Seen(x for x in self._seen.tensors if id(x) in used and id(x) not in gone)
+        return moved
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the functions reach, each once."""
+        return [node.thing for node in self._nodes.values() if isinstance(node.thing, nn.Module)]
+
+    def _check(self, function: Any) -> None:
         for place in self._seen.changed():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(self._seen.tensors[place].shape)} that `{_name(function)}` uses, which runs "
                 "again for its gradient. Change it after the backward pass, or give the function a clone"
             )
+
+    def _with(self, function: Any, changed: frozenset[int]) -> Any:
+        self._check(function)
         if not changed:
             return function
-        if self._copies is None or self._copies.changed != changed:
-            self._copies = _Copies(self._nodes, self._places, changed)
-        return self._copies.of(function)
+        copies = self._copies
+        if copies is None or copies.changed != changed:
+            copies = _Copies(self._nodes, self._places, changed)
+        made = copies.of(function)
+        self._copies = copies  # which are complete
+        return made
 
     def _changed(self) -> frozenset[int]:
         """The numbers of the places where there is something else now."""
@@ -218,7 +258,7 @@ class _Place(NamedTuple):
     """Where a name leads to what."""
 
     container: Any
-    """A cell, a dictionary of names, or a list or a dictionary whose entries are meant."""
+    """A cell, a dictionary of names, or a list, a dictionary or an array whose entries are meant."""
     key: str | None
     """The name; ``None`` for entries."""
     value: Any
@@ -283,6 +323,9 @@ class _Walk:
             if len(thing) <= min(_ENTRIES, self._entries_left):
                 self._entries_left -= len(thing)
                 self._entries(thing)
+        elif kind is np.ndarray:
+            if thing.size <= _ENTRIES:
+                self._node(thing).names[None] = self._place(thing, None, thing.copy())
         elif _is_structure(thing):
             parts = _parts_of(thing)
             if len(parts) <= min(_ENTRIES, self._entries_left):
@@ -479,7 +522,8 @@ class _Copies:
 
     def _entries(self, node: _Node) -> Any:
         number = node.names.get(None)
-        return self._places[number].value if number in self._places else ()
+        is_array = type(node.thing) is np.ndarray
+        return self._places[number].value if number in self._places and not is_array else ()
 
     def of(self, thing: Any) -> Any:
         """The copy; the thing itself, if it does not lead to such a place.
@@ -502,6 +546,8 @@ class _Copies:
             return MethodType(self.of(thing.__func__), self.of(thing.__self__))
         if kind is Bound:
             return self.of(thing.__wrapped__)
+        if kind is np.ndarray:
+            return self._places[node.names[None]].value
         if kind in _CONTAINERS:
             made = self._made[id(thing)] = kind()
             entries = self._entries(node)
@@ -642,6 +688,8 @@ def _consists_of_attributes(cls: type) -> bool:
 
 
 def _has_entries(container: Any, entries: Any) -> bool:
+    if isinstance(entries, np.ndarray):
+        return container.shape == entries.shape and container.tobytes() == entries.tobytes()
     if len(container) != len(entries):
         return False
     if isinstance(entries, dict):

@@ -163,12 +163,13 @@ def _text_of(refusing: dict[Any, str]) -> str:
     return "; ".join(sorted(set(refusing.values())))
 
 
-def refuse_left_out(outputs: Iterable[Tensor]) -> list[Any]:
+def refuse_left_out(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
     """Raise where a gradient of given inputs would leave out what a backward pass to all leaves refuses.
 
     Args:
         outputs: the tensors to differentiate. Gradients that :func:`guarded` has returned refuse by themselves, for
             those inputs of which something would be missing.
+        inputs: tensors beyond which the graph is not searched.
 
     Returns:
         The nodes of their graph, up to such gradients.
@@ -176,16 +177,17 @@ def refuse_left_out(outputs: Iterable[Tensor]) -> list[Any]:
     Raises:
         RuntimeError: they depend on a gradient that must not be differentiated.
     """
-    nodes = _nodes(outputs)
+    nodes = _nodes(outputs, inputs)
     if any(map(is_refusal, nodes)):
         raise RuntimeError(f"{_MARKED}{_BY_OPERATIONS}{_FIRST_ORDER}")
     return nodes
 
 
-def _nodes(outputs: Iterable[Tensor]) -> list[Any]:
-    """The nodes of the graph of outputs, up to gradients that refuse by themselves."""
-    found: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen: set[Any] = {None, *found}
+def _nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
+    """The nodes of the graph of outputs, up to inputs and to gradients that refuse by themselves."""
+    seen: set[Any] = {None, *[x.grad_fn for x in inputs]}
+    found: list[Any] = [output.grad_fn for output in outputs if output.grad_fn not in seen]
+    seen.update(found)
     for node in found:  # which grows
         if type(node).__name__ == _GUARD:
             continue

@@ -33,6 +33,7 @@ from torchopt_dist.diff.adjoints import (
     Reptile,
     Truncated,
 )
+from torchopt_dist.diff.adjoints._attributes import refuse_state_in_attributes
 from torchopt_dist.diff.adjoints._declared import (
     consists_of_numbers,
     differentiable,
@@ -303,9 +304,10 @@ def _inner_loop(
     if compile:
         loop = compiled(loop, compile)
     recording = torch.is_grad_enabled()
-    bindings = None
+    bindings, held = None, []
     if recording and adjoint.runs_again:
         loop, bindings = _with_names_as_now(loop)
+        held = loop.model.held()
     if parallel is not None:
         loop = parallel.spread(loop, adjoint, meta)
     if recording:
@@ -315,6 +317,7 @@ def _inner_loop(
     else:
         outcome = loop.run(loop.training_step, loop.own(loop.first))
     if bindings is not None:
+        refuse_state_in_attributes(loop, outcome.losses, held, type(adjoint).__name__)
         bindings.settle()
     losses = _all_in_one(outcome.losses)
     # Where nothing is recorded, too, another loop can train the parameters on.

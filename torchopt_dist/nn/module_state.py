@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
 from torchopt_dist._options import hinted
-from torchopt_dist._torch_private import gradients_are_traced
+from torchopt_dist._torch_private import gradients_are_traced, let_graphs_drop
 from torchopt_dist._types import (
     CopyMode,
     Device,
@@ -204,6 +204,7 @@ def module_clone(
     take = TensorCopier(by, device)
     if isinstance(target, nn.Module):
         clone = copied(target, take, TensorCopier("deepcopy", device) if detach_buffers else take)
+        let_graphs_drop([*clone.modules()], [*target.modules()])
         if by in ("reference", "ref") and device is None:
             note_clone(clone, target)
         return cast("T", clone)

@@ -113,5 +113,5 @@ def counts(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             continue
         if isinstance(value, Tensor) and not value.is_meta:
             yield key, value.cpu()
-        elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        elif isinstance(value, (int, float)) and type(value) is not bool:
             yield key, torch.tensor(float(value), dtype=torch.float32, device="cpu")

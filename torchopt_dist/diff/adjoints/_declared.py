@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import is_functorch_tensor, sequence_numbers, transforms_are_active
-from torchopt_dist.linear_solve._substitute import edge_of
+from torchopt_dist.core.substitution import edge_of
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [

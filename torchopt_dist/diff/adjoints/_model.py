@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import (
+    attributes_for_forward,
     buffers_of,
     is_functorch_tensor,
     parameters_of,
@@ -110,6 +111,10 @@ class Model(ABC):
     def buffers_now(self) -> list[Tensor]:
         """The buffers as the loss has left them."""
 
+    def held(self) -> list[tuple[str, Any]]:
+        """What the parts of the last filled module hold in attributes: the names, and what is there."""
+        return []  # of a tree, and of a module in one vector or in parts
+
     @abstractmethod
     def result(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], *, last: bool = False) -> Any:
         """The value for the caller; if ``last``, the model is not used any more."""
@@ -191,6 +196,14 @@ class ModuleModel(Model):
 
     def part(self, name: str) -> nn.Module:
         return self._copy.get_submodule(name)
+
+    def held(self) -> list[tuple[str, Any]]:
+        own = [part for part in parts_of(self._copy) if not type(part).__module__.startswith("torch.nn.")]
+        return [
+            (f"{type(part).__name__}.{name}", vars(part)[name])
+            for part in own
+            for name in attributes_for_forward(part)[0]
+        ]
 
     def places_in(self, block: nn.Module) -> Places:
         """Where a sub-module of the last filled module has which leaf."""

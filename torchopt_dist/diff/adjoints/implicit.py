@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchopt_dist._formulas.attention import attention_by_formula
 from torchopt_dist._options import hinted
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import transforms_are_active
@@ -142,7 +143,7 @@ class _Gradient:
             params[place] = leaf
         carry = self.last._replace(params=[params[place] for place in loop.model.first_places])
         total = [torch.zeros_like(leaf) for leaf in point]
-        with kept_generators(), self.autocast.again():
+        with kept_generators(), self.autocast.again(), attention_by_formula():
             for number in self.numbers:
                 found = loop.gradient(carry, number, record=True)
                 if not transforms_are_active():  # where there is no graph to look at

@@ -67,7 +67,7 @@ class Outside(NamedTuple):
 
 
 class _Substitute(TorchFunctionMode):
-    """As :class:`torchopt_dist.linear_solve._substitute.Substitute`, in words that the compiler can trace."""
+    """As :class:`torchopt_dist.core.substitution.Substitute`, in words that the compiler can trace."""
 
     def __init__(self, found: list[Tensor], others: list[Tensor]) -> None:
         super().__init__()

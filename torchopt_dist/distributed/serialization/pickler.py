@@ -127,7 +127,7 @@ class Pickler(pickle.Pickler):
             staying = self.tensors.staying.get(id(obj))
             if staying is not None:
                 return unpickler.held, staying
-            return unpickler.tensor, (self.tensors.number(obj),)
+            return unpickler.tensor, (self.tensors.number(self.tensors.as_sent(obj)),)
         if isinstance(obj, StayingModule):
             self.tensors.mark_staying(obj)
             return unpickler.itself, (obj.module,)
@@ -175,6 +175,7 @@ class Pickler(pickle.Pickler):
             # Numbered from 0, so that equal structures are equal bytes.
             like = Tensors(self._main_by_name, here=self.tensors.here)
             like.staying = self.tensors.staying
+            like.module = module
             pickler = dump(module, like, None, {}, whole=True)
             if (
                 pickler.tensors.references

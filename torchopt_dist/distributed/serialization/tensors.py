@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from torchopt_dist._torch_private import forward_mode_is_active, is_batched_gradient, is_functorch_tensor
+from torchopt_dist._torch_private import (
+    buffers_of,
+    forward_mode_is_active,
+    is_batched_gradient,
+    is_functorch_tensor,
+    parameters_of,
+)
 from torchopt_dist.distributed.messages.globals_of_code import GlobalsOfCode
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.serialization.names import name_of
@@ -63,6 +69,19 @@ def check_sendable(tensor: torch.Tensor, main_by_name: bool) -> None:
         )
 
 
+def _tensors_in(attributes: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors in attributes, or in containers in them."""
+    seen: dict[int, Any] = {}
+    waiting: list[Any] = [attributes]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
+            seen[id(value)] = value
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+
+
 @functools.cache
 def _can_be_copied(dtype: torch.dtype) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
@@ -92,13 +111,36 @@ class Tensors:
         self.handles: list[Handle | StayingModule] = []
         self.staying: dict[int, tuple[Any, ...]] = {}  # by the id of a tensor, what finds it at the receiver
         self.of_globals: GlobalsOfCode | None = None
+        self.module: nn.Module | None = None
+        """The module whose tensors these are; what it holds beside its parameters and buffers is sent as a value."""
+        self._kept: set[int] | None = None  # the ids of what its attributes hold
+        self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[int, int] = {}
 
     def empty(self) -> Tensors:
         """Another one for the same receiver, which has the same."""
         other = Tensors(self.main_by_name, connects=self.connects, here=self.here)
         other.staying = dict(self.staying)
+        other.module = self.module
         return other
+
+    def as_sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or its value alone, if an attribute of a module holds it and it has a graph.
+
+        Such a tensor is left from the module's last call, as the weight of the old ``weight_norm`` and kept features
+        are: its graph may be used up, and the module's next call does not go through it.
+        """
+        if self.module is None or tensor.grad_fn is None:
+            return tensor
+        if self._kept is None:
+            parts = [*self.module.modules()]
+            registered = {
+                id(one) for of in (parameters_of, buffers_of) for part in parts for one in of(part).values()
+            }
+            self._kept = {id(one) for part in parts for one in _tensors_in(vars(part))} - registered
+        if id(tensor) not in self._kept:
+            return tensor
+        return self._cut.setdefault(id(tensor), (tensor, tensor.detach()))[1]
 
     def number(self, tensor: torch.Tensor) -> int:
         number = self._numbers.setdefault(id(tensor), len(self.all))

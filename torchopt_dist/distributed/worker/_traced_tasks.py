@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._formulas.traced import TracedNormalization
+from torchopt_dist._formulas.traced import TracedFormulas
 from torchopt_dist._torch_private import traced_leaf
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist.nn._traced_module import named_parameters, replace_parameters, traced_copy
@@ -37,7 +37,7 @@ def values(
             filled[place] = tensor
         return _called(function, places, filled)
 
-    with TracedNormalization():
+    with TracedFormulas():
         return torch.func.vmap(one_task, randomness="different")(*[leaves[place] for place in mapped])
 
 
@@ -90,7 +90,7 @@ def values_and_gradients(
         run = one_task
         if number is not None:
             run = torch.func.vmap(one_task, randomness="different")
-        with TracedNormalization():
+        with TracedFormulas():
             made = run(by_module, [filled[place] for place in own_places])
         found: list[Any] = []
         optree.tree_map(found.append, made, none_is_leaf=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from torchopt_dist._evaluation import evaluate
-from torchopt_dist._formulas import normalization_by_formula
+from torchopt_dist._formulas import formulas_in_transforms
 from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._random_turns import Turn
 from torchopt_dist.distributed.group.progress import teller
@@ -92,7 +92,7 @@ def _vectorized(payload: Payload, turn: _TurnOf) -> list[Any]:
         return payload.function(*args, **kwargs)
 
     def as_they_are() -> Any:
-        with normalization_by_formula(), without_fast_path():
+        with formulas_in_transforms(), without_fast_path():
             return torch.func.vmap(one_task, randomness="different", chunk_size=options.chunk_size)(*tensors)
 
     with turn(payload.seeds[0]), _told_of_running_statistics():

@@ -53,6 +53,8 @@ class Substitute(TorchFunctionMode):
         super().__init__()
         self.met = set() if met is None else met
         self.others = {id(old): new for old, new in zip(found, others, strict=True)}
+        self.entered: set[int] = set()
+        """The ids of what has entered an operation, where contexts note it that find tensors."""
         self.entrances = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -76,6 +78,10 @@ class Substitute(TorchFunctionMode):
             return func(*args, **{name: self._replaced(arg) for name, arg in kwargs.items()})
         return func(*args)
 
+    def stand_in_of(self, leaf: Any) -> Any:
+        """What is in the place of a leaf that has gone through no operation."""
+        return self._other(leaf)
+
     def _replaced(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             return self._other(arg)
@@ -94,8 +100,9 @@ class Substitute(TorchFunctionMode):
 class Watch(Substitute):
     """Records the tensors of a transform that come from outside; nothing is replaced."""
 
-    def __init__(self, known: Sequence[Tensor], closed_over: Sequence[Tensor]) -> None:
+    def __init__(self, known: Sequence[Tensor], closed_over: Sequence[Tensor], name: str = "matvec") -> None:
         super().__init__((), ())
+        self.name = name
         self.closed_over = {id(tensor) for tensor in closed_over}
         self.level = transform_level()
         self.known = {id(tensor): tensor for tensor in known}
@@ -107,6 +114,7 @@ class Watch(Substitute):
         return result
 
     def _other(self, leaf: Any) -> Any:
+        self.entered.add(id(leaf))
         if isinstance(leaf, Tensor) and id(leaf) not in self.known:
             self.known[id(leaf)] = leaf
             self._note(leaf)
@@ -116,8 +124,8 @@ class Watch(Substitute):
         inner = tensor_at_level(tensor, self.level)
         if inner is not tensor and id(inner) in self.closed_over - self.known.keys():
             raise ValueError(
-                "inside a `torch.func` transform, `matvec` must not apply another one to a tensor that it closes "
-                "over: pass `functools.partial(matvec, tensor)` instead"
+                f"inside a `torch.func` transform, `{self.name}` must not apply another one to a tensor that it "
+                f"closes over: pass `functools.partial({self.name}, tensor)` instead"
             )
         if inner is tensor and (is_functorch_tensor(tensor) or tensor.requires_grad):
             self.found.append(tensor)
@@ -144,6 +152,7 @@ class _FromOutside(Substitute):
         return result
 
     def _other(self, leaf: Any) -> Any:
+        self.entered.add(id(leaf))
         # Where a tensor enters other than as an argument of an operation, what is asked here comes here, too.
         if id(leaf) not in self.others and isinstance(leaf, Tensor) and self._is_outside(leaf):
             self._meet(leaf)

@@ -1,0 +1,182 @@
+"""A function of tensors, tensors → its values, whose derivatives of every order compute the function again.
+
+This is one node of the graph that keeps the function's arguments and nothing else. Its backward runs the function again
+and differentiates it there. If that backward is recorded, it is such a node itself, with the arguments and the
+gradients of the results as its arguments. So no graph of the function is ever kept, at any order; compare
+``torch.utils.checkpoint``, whose backward records the function's graph, and keeps it, where it is recorded itself.
+
+It is the rematerialization of Griewank, "Achieving logarithmic growth of temporal and spatial complexity in reverse
+automatic differentiation", 1992, in its plainest form; what is computed again, and how much of it at a time, is up to
+the caller: a step, a segment of steps, a block of a model, some rows of an attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torchopt_dist._torch_private import apply_function, transforms_are_active
+from torchopt_dist._types import OptionalTensor
+from torchopt_dist._vjp import pull
+from torchopt_dist.core.second_order import guarded, refuse_left_out
+
+__all__ = ["PureFn", "apply"]
+
+PureFn: TypeAlias = Callable[..., Sequence[Tensor]]
+"""Tensors → a tuple or a list of tensors, which depend on nothing else, but numbers: the same whenever it is called."""
+
+
+def apply(function: PureFn, *tensors: Tensor, values: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
+    """Call a function as one node of the graph, which computes it again for each derivative.
+
+    Args:
+        function: called with grad mode off for its values, and with grad mode on where it is differentiated. It must
+            not change its arguments, and must not depend on other tensors that require grad: they get no gradient.
+        tensors: its arguments, of any dtype. Those that require grad get gradients; one that is not used gets ``None``,
+            or zeros where a backward pass is recorded.
+        values: its values at these arguments, if they are there already, without a graph; not inside of ``torch.func``.
+
+    Returns:
+        Its values, without its graph. Those of a floating-point or complex dtype require grad if an argument does.
+    """
+    made: tuple[Tensor, ...] = apply_function(_Remat, function, values, *tensors)
+    return made
+
+
+class _Remat(torch.autograd.Function):
+    apply: ClassVar[Any]
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: PureFn, values: Sequence[Tensor] | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if values is None:
+            with torch.no_grad():
+                values = function(*tensors)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.function, _values, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.differentiable = [_is_real(value) for value in output]
+        ctx.mark_non_differentiable(*[value for value in output if not _is_real(value)])
+        ctx.set_materialize_grads(transforms_are_active())  # whose rules take no `None`
+
+    @staticmethod
+    def backward(ctx: Any, *bars: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        tensors = ctx.saved_tensors  # once: a checkpoint gives them up then
+        wanted = [place for place, x in enumerate(tensors) if ctx.needs_input_grad[place + 2] and _is_real(x)]
+        given = [
+            place
+            for place, (bar, is_real) in enumerate(zip(bars, ctx.differentiable, strict=True))
+            if is_real and bar is not None
+        ]
+        found: list[OptionalTensor] = [None] * (2 + len(tensors))
+        if wanted and given:
+            pulled = _Pulled(ctx.function, len(tensors), wanted, given)
+            arguments = [*tensors, *[bars[place] for place in given]]
+            if torch.is_grad_enabled() or transforms_are_active():
+                grads: Sequence[OptionalTensor] = apply(pulled, *arguments)
+            else:
+                grads = pulled.found(arguments)
+            for place, grad in zip(wanted, grads, strict=True):
+                found[place + 2] = grad
+        return tuple(found)
+
+    @staticmethod
+    def jvp(ctx: Any, _function: None, _values: None, *dots: OptionalTensor) -> tuple[OptionalTensor, ...]:
+        tensors = ctx.saved_tensors
+        moved = [place for place, dot in enumerate(dots) if dot is not None and _is_real(tensors[place])]
+        pushed = _Pushed(ctx.function, len(tensors), moved, ctx.differentiable)
+        made = iter(apply(pushed, *tensors, *[dots[place] for place in moved]))  # type: ignore[arg-type]
+        return tuple(next(made) if is_real else None for is_real in ctx.differentiable)
+
+
+class _Pulled:
+    """A function's arguments, the gradients of some of its values → the gradients of some of the arguments."""
+
+    def __init__(self, function: PureFn, count: int, wanted: list[int], given: list[int]) -> None:
+        self.function, self.count, self.wanted, self.given = function, count, wanted, given
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        found = self.found(tensors)
+        return [
+            torch.zeros_like(tensors[place]) if grad is None else grad
+            for place, grad in zip(self.wanted, found, strict=True)
+        ]
+
+    def found(self, tensors: Sequence[Tensor]) -> Sequence[OptionalTensor]:
+        """The gradients; ``None`` for an argument that is not used, as far as that can be seen."""
+        arguments, bars = list(tensors[: self.count]), tensors[self.count :]
+        if transforms_are_active():
+            points = [arguments[place] for place in self.wanted]
+            _values, pulled = torch.func.vjp(self._function_of(arguments), *points)  # type: ignore[misc]
+            grads: tuple[Tensor, ...] = pulled(tuple(bars))
+            return grads
+        is_recorded = torch.is_grad_enabled()
+        with torch.enable_grad():
+            if is_recorded:
+                # Views, so that an argument that depends on another one is differentiated as if it did not.
+                arguments = [x.view_as(x) if x.requires_grad else x for x in arguments]
+            else:
+                arguments = [x.detach() for x in arguments]
+            for place in self.wanted:
+                if not arguments[place].requires_grad:
+                    arguments[place] = arguments[place].detach().requires_grad_()
+            values = self.function(*arguments)
+            points = [arguments[place] for place in self.wanted]
+            pairs = [
+                (values[place], bar)
+                for place, bar in zip(self.given, bars, strict=True)
+                if values[place].requires_grad
+            ]
+            if not pairs:
+                return [None] * len(points)
+            outputs, weights = zip(*pairs, strict=True)
+            nodes = refuse_left_out(outputs, arguments)
+            grads = torch.autograd.grad(outputs, points, weights, create_graph=is_recorded, allow_unused=True)
+            return guarded(grads, points, nodes) if is_recorded else grads
+
+    def _function_of(self, arguments: list[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        def function(*points: Tensor) -> tuple[Tensor, ...]:
+            filled = list(arguments)
+            for place, point in zip(self.wanted, points, strict=True):
+                filled[place] = point
+            values = self.function(*filled)
+            return tuple(values[place] for place in self.given)
+
+        return function
+
+
+class _Pushed(_Pulled):
+    """A function's arguments, the tangents of some of them → the tangents of those values that have a derivative."""
+
+    def __init__(self, function: PureFn, count: int, moved: list[int], differentiable: list[bool]) -> None:
+        super().__init__(function, count, moved, [n for n, is_real in enumerate(differentiable) if is_real])
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        arguments, dots = list(tensors[: self.count]), tensors[self.count :]
+        if transforms_are_active():
+            points = tuple(arguments[place] for place in self.wanted)
+            _values, pushed = torch.func.jvp(self._function_of(arguments), points, tuple(dots))  # type: ignore[misc]
+            made: list[Tensor] = list(pushed)
+            return made
+        # A level of `torch.autograd.forward_ad` is open, and there cannot be another one within it. A gradient is
+        # linear in the gradients of the values, and the transposed of this map takes tangents to tangents.
+        is_recorded = torch.is_grad_enabled()
+        with torch.enable_grad():
+            if not is_recorded:
+                arguments = [x.detach() for x in arguments]
+            values = self._function_of(arguments)(*[arguments[place] for place in self.wanted])
+            bars = [torch.zeros_like(value).requires_grad_() for value in values]
+            grads = apply(_Pulled(self.function, self.count, self.wanted, self.given), *arguments, *bars)
+            return pull(grads, bars, dots, is_recorded)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
