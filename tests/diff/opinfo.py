@@ -28,6 +28,8 @@ SAMPLE = ("sgn", "sign", "mul", "nn.functional.layer_norm", "nn.functional.embed
 TORCHS_THIRD_IS_WRONG = ("layer_norm", "batch_norm", "instance_norm")
 """How names end whose third derivative by a plain loop is wrong; that of ours is tried against differences in tests of
 formulas."""
+REFUSED = ("nn.functional.linear_cross_entropy.chunked",)
+"""What has no second derivative: torch leaves it out, and a loop says so."""
 SAMPLES = 3
 LARGEST = 3000
 ADJOINTS = {"Recorded": todist.Recorded(), "Replayed": todist.Replayed(sweep="forward")}
@@ -162,7 +164,12 @@ def test_meta_gradients_through_an_operation_are_those_of_a_plain_loop(name: str
             if expected is None:
                 break
             for word, adjoint in ADJOINTS.items():
-                found = case.derivatives(case.moved(adjoint), order)
+                try:
+                    found = case.derivatives(case.moved(adjoint), order)
+                except RuntimeError as error:
+                    if name in REFUSED and "has no second derivative: write" in str(error):
+                        continue
+                    raise
                 if not same(found, expected):
                     wrong.append(f"sample {number}, order {order}, {word}")
         if COMPILED and number == 0 and NAMES.index(name) % COMPILED == 0:
