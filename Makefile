@@ -42,7 +42,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick portable fuzz losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
+.PHONY: help demo test quick portable fuzz opinfo losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,10 @@ fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, agai
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
 		tests/distributed/calls/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
 		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py $(ARGS)
+
+opinfo: $(STAMP) ## every operation of torch's own database in an inner step, each 50th compiled, too: ten minutes
+	$(INSTALL) expecttest # which torch's database imports
+	TODIST_OPINFO=all TODIST_OPINFO_COMPILED=50 $(PYTEST) tests/diff/opinfo.py $(ARGS)
 
 losses: $(STAMP) ## workers killed at random moments of 50 trainings and 50 random programs: LOSSES=50
 	TODIST_FUZZ_LOSSES=$(LOSSES) TODIST_FUZZ_DEATHS=$(LOSSES) $(BIN)/python -m pytest tests/distributed/calls/test_random_losses.py \

@@ -51,6 +51,7 @@ GROUND = {
     "_vjp",
     "_vmap",
     "_watched_group",
+    "_wrapped_functions",
     "core",
     "errors",
     "pytree",
@@ -106,6 +107,7 @@ MAY_IMPORT = {
         "_torch_private",
         "_tracebacks",
         "_unsendable",
+        "_wrapped_functions",
         "errors",
     },
 }

@@ -47,6 +47,14 @@ MVAPICH = {
     "MV2_COMM_WORLD_LOCAL_RANK": "0",
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
 }
+SUBMITIT = {
+    "SUBMITIT_LOCAL_GLOBALID": "1",
+    "SUBMITIT_LOCAL_LOCALID": "1",
+    "SUBMITIT_LOCAL_NTASKS": "2",
+    "SUBMITIT_LOCAL_NODEID": "0",
+    "SUBMITIT_LOCAL_JOB_ID": "4711",
+}
+"""As submitit 1.5.4 sets them without SLURM."""
 
 
 def told(env, pid=None):
@@ -72,6 +80,8 @@ def told(env, pid=None):
         (JSRUN, (5, 8, 1, 4, "a01n01")),
         ({**JSRUN, "LSB_MCPU_HOSTS": "a01n01 42"}, (5, 8, 1, 4, "a01n01")),
         (MVAPICH, (0, 2, 0, 2, "127.0.0.1")),
+        (SUBMITIT, (1, 2, 1, 2, "127.0.0.1")),
+        ({**SUBMITIT, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}, (1, 2, 1, 2, "127.0.0.1")),
     ],
 )
 def test_each_row(env, expected):
@@ -79,7 +89,7 @@ def test_each_row(env, expected):
 
 
 def test_every_row_is_tried():
-    rows = {find_task(env).row.name for env in (STEP, OPEN_MPI, MPICH, JSRUN, MVAPICH)}
+    rows = {find_task(env).row.name for env in (STEP, OPEN_MPI, MPICH, JSRUN, MVAPICH, SUBMITIT)}
     assert rows == {row.name for row in LAUNCHERS}
 
 
@@ -95,6 +105,7 @@ def test_every_row_is_tried():
         },  # a batch script
         {**STEP, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun on each node
         {**OPEN_MPI, "WORLD_SIZE": "2"},  # which `read_world` refuses
+        {**STEP, "SLURM_PTY_PORT": "4000", "SLURM_TASK_PID": "1"},  # in the shell of `srun --pty bash`
     ],
 )
 def test_what_is_no_task(env):
@@ -109,6 +120,8 @@ def test_ports_differ_from_run_to_run_and_are_equal_within_one():
     assert len({port(STEP), port(STEP, SLURM_JOB_ID="18"), port(STEP, SLURM_STEP_ID="1")}) == 3
     assert port(OPEN_MPI) != port(OPEN_MPI, PMIX_NAMESPACE="1")
     assert port(MPICH) != port(MPICH, SLURM_JOB_ID="18")
+    assert port(SUBMITIT) != port(SUBMITIT, SUBMITIT_LOCAL_JOB_ID="4712")
+    assert port(SUBMITIT) == port(SUBMITIT, SUBMITIT_LOCAL_GLOBALID="0", SLURM_JOB_ID="18")
     assert 20_000 <= port(STEP) < 30_000
     assert port(MPICH) == 29_500
 
@@ -126,6 +139,12 @@ def test_mpirun_in_a_slurm_job_starts_its_daemons_by_srun(mpi):
 
 
 ALONE = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "1"}
+
+
+def test_srun_with_a_terminal_starts_tasks_all_the_same():
+    terminal = {**STEP, "SLURM_PTY_PORT": "4000"}
+    assert told(terminal, pid=99)[:2] == (3, 5)  # `srun -n5 --pty python train.py`
+    assert told({**terminal, **MPICH}, pid=1) == (1, 2, 1, 2, "127.0.0.1")  # mpirun, typed into its shell
 
 
 def test_mpirun_in_a_shell_of_srun_counts():

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
+
+from torchopt_dist._wrapped_functions import reduce_wrapped
 
 __all__ = ["CodePickler", "dumps"]
 
@@ -24,7 +26,13 @@ class CodePickler(cloudpickle.Pickler):
         if type(obj) is CodeType:
             # A string of its own, as cloudpickle does it: what is shared would change the bytes.
             return _code_of, ("".join(obj.co_filename), *self.dispatch_table[CodeType](obj))
-        return super().reducer_override(obj)
+        reduced = reduce_wrapped(obj, self.is_found_by_name)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    def is_found_by_name(self, obj: Any) -> bool:
+        """Whether the receiver finds an object under its module and name."""
+        name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", "")
+        return cloudpickle.cloudpickle._lookup_module_and_qualname(obj, name) is not None
 
     def _dynamic_function_reduce(self, func: FunctionType) -> Any:
         """As cloudpickle's, which looks through all modules at each call, a millisecond where torch has compiled."""
@@ -76,8 +84,64 @@ def _code_of(filename: str, make: Callable[..., CodeType], args: tuple[Any, ...]
     return make(*args).replace(co_filename=filename)
 
 
+class _ForeignPickler(CodePickler):
+    """For a receiver that runs another program: modules that only this program can have are sent by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType):
+            if not _is_importable(obj.__name__):
+                state = {name: part for name, part in vars(obj).items() if name not in _OF_IMPORT}
+                return cloudpickle.cloudpickle.dynamic_subimport, (obj.__name__, state)
+        elif isinstance(obj, (type, FunctionType, TypeVar)) and not _is_importable(obj.__module__):
+            if isinstance(obj, TypeVar):
+                theirs = cloudpickle.cloudpickle
+                return theirs._make_typevar, theirs._decompose_typevar(obj)
+            reduced = reduce_wrapped(obj, self.is_found_by_name)
+            if reduced is not NotImplemented:
+                return reduced
+            if isinstance(obj, type):
+                return cloudpickle.cloudpickle._dynamic_class_reduce(obj)
+            return self._dynamic_function_reduce(obj)
+        return super().reducer_override(obj)
+
+    def is_found_by_name(self, obj: Any) -> bool:
+        return _is_importable(obj.__module__) and super().is_found_by_name(obj)
+
+
+_OF_IMPORT = {"__builtins__", "__loader__", "__spec__"}
+
+
+def _main_names() -> set[str]:
+    """The names of the module that runs as a script; a child of ``multiprocessing`` has it under two."""
+    main = sys.modules.get("__main__")
+    return {"__main__", *(["__mp_main__"] if sys.modules.get("__mp_main__") is main else [])}
+
+
+def _is_importable(name: str | None) -> bool:
+    """Whether another program that has the same ``sys.path`` can import a loaded module.
+
+    It cannot where the module's package was put into ``sys.modules`` by hand, from a file that no path leads to.
+    """
+    module = sys.modules.get(name or "")
+    if module is None:
+        return True  # cloudpickle's to decide
+    if name in _main_names():
+        return False
+    file = getattr(module, "__file__", None)
+    package = str(name).partition(".")[0]
+    return file is None or _is_found(package, tuple(sys.path), len(sys.meta_path))
+
+
+@lru_cache(maxsize=1024)
+def _is_found(package: str, path: tuple[str, ...], finders: int) -> bool:
+    """Whether there is a module or a package of that name; ``sys.modules`` is not asked."""
+    del path, finders  # others, another answer
+    found = (finder.find_spec(package, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return any(spec is not None for spec in found)
+
+
 def dumps(value: object) -> bytes:
-    """Pickle a value."""
+    """Pickle a value for another program, such as a worker that a launch starts."""
     file = io.BytesIO()
-    CodePickler(file).dump(value)
+    _ForeignPickler(file).dump(value)
     return file.getvalue()

@@ -23,9 +23,11 @@ FIRST_PORT, PORTS = 20_000, 10_000
 """Below the ports that Linux gives to those who ask for any."""
 TORCH_PORT = 29_500
 """Torch's own choice, where no variable tells one run from another."""
-RUNS = ("PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
+RUNS = ("SUBMITIT_LOCAL_JOB_ID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 """Variables that tell one run from another; the first that is set counts, since not each task has all."""
 STEP, NODE, LSF_HOSTS = "SLURM_STEP_ID", "SLURM_NODEID", "LSB_MCPU_HOSTS"
+TASK, TERMINAL = "SLURM_TASK_PID", "SLURM_PTY_PORT"
+"""The process that srun has started as a task, and what ``srun --pty`` sets, which gives its first task a terminal."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ SRUN = Row(
 )
 LAUNCHERS = (
     SRUN,
+    Row(  # as it does on one machine; in SLURM its jobs are tasks of srun
+        "submitit",
+        rank="SUBMITIT_LOCAL_GLOBALID",
+        size="SUBMITIT_LOCAL_NTASKS",
+        local_rank="SUBMITIT_LOCAL_LOCALID",
+        local_size="SUBMITIT_LOCAL_NTASKS",
+        hosts="",
+    ),
     Row(
         "Open MPI",
         rank="OMPI_COMM_WORLD_RANK",
@@ -139,7 +149,7 @@ def find_task(env: Mapping[str, str] = os.environ, pid: int | None = None) -> Ta
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         return None
-    rows = [row for row in LAUNCHERS if _has_set(row, env)]
+    rows = [row for row in LAUNCHERS if _has_set(row, env) and not (row is SRUN and _is_in_shell(env, pid))]
     if not rows:
         for mark in BARE_MARKS:
             if mark in env:
@@ -294,9 +304,19 @@ def _port(row: Row, env: Mapping[str, str]) -> int:
     return FIRST_PORT + zlib.crc32(run.encode()) % PORTS if run else TORCH_PORT
 
 
+def _is_task(env: Mapping[str, str], pid: int | None) -> bool:
+    """Whether srun has started this very process."""
+    return env.get(TASK) == str(os.getpid() if pid is None else pid)
+
+
+def _is_in_shell(env: Mapping[str, str], pid: int | None) -> bool:
+    """Whether a user has typed the program's name into a shell that ``srun --pty`` has opened: only one task has."""
+    return TERMINAL in env and not _is_task(env, pid)
+
+
 def _runs_others(srun: Task, others: Sequence[Task], env: Mapping[str, str], pid: int | None) -> bool:
     """Whether srun has started a shell, or the daemons of another launcher, one on each node, and not this process."""
-    if env.get("SLURM_TASK_PID") == str(os.getpid() if pid is None else pid):
+    if _is_task(env, pid):
         return False
     if srun.size == 1:
         return True

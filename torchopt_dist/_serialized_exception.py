@@ -38,6 +38,7 @@ class SerializedException:
         attributes: its other attributes that can be sent.
         traceback: the traceback on the worker, as text, with the frames of the user's functions.
         worker: the name of the worker that raised it, where another one sends it.
+        text: its class and its whole message, for a caller that cannot make an exception of the class.
     """
 
     kind: type[Exception]
@@ -46,20 +47,32 @@ class SerializedException:
     attributes: dict[str, Any]
     traceback: str
     worker: str = ""
+    text: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> SerializedException:
         """Describe ``error``."""
         if isinstance(error, PassedOnError):
             return error.exception
-        text = _traceback(error)
+        trace = _traceback(error)
+        text = f"{type(error).__name__}: {safe_repr(error, str)}"
         if isinstance(error, Exception):  # `sys.exit()` in a function must not end its caller
             try:
-                return cls._of(error, text)
+                return replace(cls._of(error, trace), text=text)
             except (Exception, SystemExit):  # this runs the exception's own code, which may raise anything
                 pass
-        words = (f"{type(error).__name__}: {safe_repr(error, str)}",)
-        return cls(RemoteError, words, words, {}, text)
+        return cls.told(text, trace)
+
+    @classmethod
+    def told(cls, text: str, trace: str, worker: str = "") -> SerializedException:
+        """A plain :class:`RemoteError`, for an exception whose class the caller cannot make.
+
+        Args:
+            text: the exception's class and its whole message.
+            trace: its traceback on the worker.
+            worker: the name of the worker that raised it, where another one sends it.
+        """
+        return cls(RemoteError, (text,), (text,), {}, trace, worker, text)
 
     @classmethod
     def _of(cls, error: Exception, text: str) -> SerializedException:
@@ -79,16 +92,24 @@ class SerializedException:
         )
 
     def to_error(self, worker: str) -> Exception:
-        """The exception to raise in the caller: a :class:`RemoteError` that is also of the worker's class."""
-        return RemoteError.revive(
-            self.kind, self.init_args, self.args, self.attributes, self.worker or worker, self.traceback
-        )
+        """The exception to raise in the caller: a :class:`RemoteError` that is also of the worker's class.
+
+        One that cannot be made here, such as that of some C libraries, is a :class:`RemoteError` with the whole text.
+        """
+        name = self.worker or worker
+        try:
+            return RemoteError.revive(
+                self.kind, self.init_args, self.args, self.attributes, name, self.traceback
+            )
+        except (Exception, SystemExit):  # the class decides how its exceptions are made
+            words = (self.text,)
+            return RemoteError.revive(RemoteError, words, words, {}, name, self.traceback)
 
     def as_text(self) -> SerializedException:
         """The same exception with ``repr`` of each object, for the case that an object is not picklable."""
         if issubclass(self.kind, BaseExceptionGroup):
             words = (safe_repr(self.args),)
-            return SerializedException(RemoteError, words, words, {}, self.traceback, self.worker)
+            return SerializedException(RemoteError, words, words, {}, self.traceback, self.worker, self.text)
         return replace(self, init_args=_as_text(self.init_args), args=_as_text(self.args), attributes={})
 
 

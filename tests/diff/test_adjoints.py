@@ -496,3 +496,34 @@ def test_a_loss_whose_gradient_torch_has_no_memory_for(name, optimizer):
         grads = torch.autograd.grad((made + plain).sum(), (w, lr), materialize_grads=True, allow_unused=True)
         found.append([made, plain, *grads])
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded:UserWarning")
+@pytest.mark.parametrize(
+    "adjoint",
+    [
+        todist.Recorded(),
+        todist.Replayed(),
+        todist.Replayed(sweep="forward"),
+        todist.Replayed(sweep="reverse"),
+        todist.FirstOrder(),
+    ],
+    ids=str,
+)
+def test_a_table_with_sparse_gradients_has_those_of_a_dense_one(adjoint):
+    torch.manual_seed(0)
+    words, lr = (
+        torch.arange(15).remainder(7).reshape(5, 3),
+        torch.tensor(0.5, dtype=torch.float64, requires_grad=True),
+    )
+    net = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Flatten(), nn.Linear(9, 1)).double()
+
+    def gradients(sparse: bool) -> list[torch.Tensor]:
+        net[0].sparse = sparse
+        result = todist.inner_loop(
+            lambda net: (net(words) - 1).square().mean(), todist.sgd(lr=lr), net, 2, adjoint=adjoint
+        )
+        value = (result.params(words[:3]) - 2).square().mean()
+        return [grad.to_dense() for grad in torch.autograd.grad(value, [*net.parameters(), lr])]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-12, atol=1e-13)

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.launching._messages import Alive, Output, Raised, Stop
 from torchopt_dist.launching._stream import FULL, FrameReader, Stream, frame
 
@@ -37,7 +38,7 @@ def test_messages_and_payloads_come_in_order(pair):
         (Alive(7), b""),
         (Output(1, "stdout"), b"line\n"),
         (Stop(1e20), b""),
-        (Raised("text", 3), b"x" * 9),
+        (Raised(SerializedException.told("text", "trace"), 3), b"x" * 9),
     ]
     for message, payload in said:
         ours.put(message, payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import traceback
@@ -13,6 +14,7 @@ import torchopt_dist as todist
 from tests.launch import exceptions
 from tests.launch.exceptions import MoreSlots, Mute, NoArgs, NoDict, Own, Picked, WithMeta
 from torchopt_dist._serialized_exception import SerializedException
+from torchopt_dist.distributed.serialization.pickling import error_reply, reply_of
 from torchopt_dist.launching import launch
 from torchopt_dist.launching._pickling import pack, pack_failure, unpack_failure, unpack_value
 
@@ -73,11 +75,37 @@ def test_a_class_that_can_be_told_only_here_is_told_in_words(monkeypatch):
     monkeypatch.setattr(
         SerializedException, "to_error", lambda failure, worker: ValueError(worker, failure.args)
     )
-    assert unpack_failure(failure.traceback, packed, "rank 3").args == ("rank 3", ("text",))
+    in_words, _ = pack_failure(caught(NoDict("text")))
+    assert unpack_failure(in_words, packed, "rank 3").args == ("rank 3", ("text",))
     monkeypatch.delattr(exceptions, "NoDict")
-    (worker, (told,)) = unpack_failure(failure.traceback, packed, "rank 3").args
-    assert worker == "rank 3"
-    assert told.endswith("NoDict: text")
+    (worker, (told,)) = unpack_failure(in_words, packed, "rank 3").args
+    assert (worker, told) == ("rank 3", "NoDict: text")
+
+
+def test_what_cannot_be_rebuilt_is_a_remote_error_with_the_whole_text(monkeypatch):
+    """As pydantic's ``ValidationError``: its class, written in C, makes no instance from arguments."""
+    lines = "two\nlines"
+    error = caught(ExceptionGroup(lines, [ValueError(1)]))
+    failure = dataclasses.replace(SerializedException.of(error), init_args=())  # which it does not take
+    for got in (failure.to_error("rank 3"), unpack_failure(pack_failure(error)[0], pack(failure), "rank 3")):
+        assert type(got) is todist.RemoteError
+        assert str(got) == f"ExceptionGroup: {lines} (1 sub-exception)"
+        assert (got.worker, got.remote_traceback) == ("rank 3", failure.traceback)
+    # In a call, and where the class is not known to the caller.
+    monkeypatch.setattr(
+        exceptions,
+        "Unknown",
+        type("Unknown", (ValueError,), {"__module__": exceptions.__name__}),
+        raising=False,
+    )
+    reply = error_reply(caught(exceptions.Unknown(lines)))
+    with pytest.raises(exceptions.Unknown):
+        reply_of(reply, "worker1")
+    monkeypatch.delattr(exceptions, "Unknown")
+    with pytest.raises(todist.RemoteError) as raised:
+        reply_of(reply, "worker1")
+    assert (type(raised.value), str(raised.value)) == (todist.RemoteError, f"Unknown: {lines}")
+    assert (raised.value.worker, "raise error" in raised.value.remote_traceback) == ("worker1", True)
 
 
 def test_slots_arrive():

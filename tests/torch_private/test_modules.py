@@ -71,6 +71,18 @@ def test_attributes_are_listed_or_those_that_were_noted(monkeypatch: pytest.Monk
     assert private.attributes_of(other) == vars(other)  # which has no `extra`
 
 
+def test_without_the_name_of_the_hooks_a_module_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hook(*_: object) -> None:
+        return None
+
+    module = nn.Linear(1, 1)
+    assert not private.has_forward_hook(module, hook)
+    module.register_forward_hook(hook)
+    assert private.has_forward_hook(module, hook)
+    monkeypatch.delattr(module, "_forward_hooks")
+    assert not private.has_forward_hook(module, hook)
+
+
 def _seen_after_steps(net: nn.Sequential, keep: bool) -> tuple[int, tuple[list[object], list[object]]]:
     """How many tensors there are more after ten times two steps on a clone, and the modules that hooks were given."""
     given: list[object] = []

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from torchopt_dist import _torch_private as private
+from torchopt_dist._formulas import formulas_in_transforms
 
 
 @pytest.mark.parametrize("hide", [False, True])
@@ -77,3 +78,12 @@ def test_gradients_without_memory_are_known_unless_the_name_is_missing(
     assert not private.is_zero_tensor(torch.zeros(2))
     monkeypatch.delattr(torch, "_is_zerotensor")
     assert not private.is_zero_tensor(zero)
+
+
+def test_without_the_names_of_weight_normalization_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [name for _, name in private.places_of_weight_norm()] == ["_weight_norm"] * 2
+    for module, name in private.places_of_weight_norm():
+        monkeypatch.delattr(module, name)
+    assert private.places_of_weight_norm() == []
+    with formulas_in_transforms():
+        assert not hasattr(torch, "_weight_norm")

@@ -1,4 +1,4 @@
-"""``torch.batch_norm`` and ``instance_norm`` → the same by the formula, inside of transforms."""
+"""``torch.batch_norm``, ``native_batch_norm`` and ``instance_norm`` → the same by the formula, inside of transforms."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization import by_channel, normalized
+from torchopt_dist._formulas.normalization import by_channel, normalized, scaled, standardized
 from torchopt_dist._formulas.operands import need_formula
 from torchopt_dist._types import OptionalTensor
 
-__all__ = ["batch_norm", "instance_norm"]
+__all__ = ["batch_norm", "instance_norm", "native_batch_norm"]
 
 
 def batch_norm(
@@ -47,6 +47,28 @@ def instance_norm(
     dims = tuple(range(2, input.ndim)) if use_input_stats else ()
     running, settings = (running_mean, running_var), (use_input_stats, momentum, eps, cudnn_enabled)
     return _over(dims, torchs, input, weight, bias, running, settings)
+
+
+def native_batch_norm(
+    torchs: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    input: Tensor,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    running_mean: OptionalTensor,
+    running_var: OptionalTensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`batch_norm`, with the mean and the scale."""
+    if not training or input.ndim < 2 or not need_formula(input):
+        return torchs(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    if running_mean is not None:
+        torchs(input.detach(), None, None, running_mean, running_var, training, momentum, eps)
+    dims = (0, *range(2, input.ndim))
+    x, scale = standardized(input, dims, eps)
+    made = scaled(x, by_channel(weight, input.ndim), by_channel(bias, input.ndim))
+    return made, input.mean(dims), scale.flatten()
 
 
 def _over(

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization import normalized, projected, scaled
+from torchopt_dist._formulas.normalization import normalized, projected, scaled, standardized
 from torchopt_dist._formulas.operands import fit_short_formula, need_formula
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import plus
 
-__all__ = ["layer_norm", "short_layer_norm"]
+__all__ = ["layer_norm", "native_layer_norm", "short_layer_norm"]
 
 
 def layer_norm(
@@ -31,6 +31,23 @@ def layer_norm(
     if not need_formula(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
         return torchs(input, normalized_shape, weight, bias, eps, cudnn_enable)
     return normalized(input, tuple(range(-len(shape), 0)), weight, bias, eps=eps)
+
+
+def native_layer_norm(
+    torchs: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`layer_norm`, with the mean and the scale."""
+    shape = tuple(normalized_shape)
+    if not need_formula(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
+        return torchs(input, normalized_shape, weight, bias, eps)
+    dims = tuple(range(-len(shape), 0))
+    x, scale = standardized(input, dims, eps)
+    return scaled(x, weight, bias), input.mean(dims, keepdim=True), scale
 
 
 def short_layer_norm(

@@ -1,7 +1,8 @@
 """Nodes of a graph, torch's for normalization among them → the same, with third derivatives that are right.
 
 Torch (2.13) differentiates the backward of ``layer_norm``, ``batch_norm`` and ``instance_norm`` by a formula that takes
-mean and variance for constants when it is differentiated itself. Where its result gets a graph, or tangents, a hook
+mean and variance for constants when it is differentiated itself, and that of ``weight_norm`` by one that takes the
+norms for constants. Where its result gets a graph, or tangents, a hook
 replaces it by that of another formula, which is made of differentiable operations. Otherwise the hook does nothing.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist._formulas.normalization import by_channel, projected, standardized
+from torchopt_dist._formulas.weight_norm import weight_norm_backward
 from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active, transforms_are_active
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pulled_back
@@ -40,7 +42,8 @@ _KINDS = {
 }
 _HOOK = "torchopt_dist.normalization"
 """The key in a node's own dictionary that says that it has the hook."""
-_NORMALIZATIONS = tuple(name.removesuffix("BackwardBackward0") for name in _KINDS)
+_WEIGHT_NORM = "WeightNormInterfaceBackward0"
+_NORMALIZATIONS = (*[name.removesuffix("BackwardBackward0") for name in _KINDS], "WeightNormInterface")
 
 
 def is_normalization(kind: str) -> bool:
@@ -55,9 +58,10 @@ def mend(nodes: Iterable[Any]) -> None:
         nodes: of a graph through which a backward pass may go that is itself differentiated.
     """
     for node in nodes:
-        if node.name() in _KINDS and not node.metadata.get(_HOOK):
+        name = node.name()
+        if (name in _KINDS or name == _WEIGHT_NORM) and not node.metadata.get(_HOOK):
             node.metadata[_HOOK] = True
-            node.register_hook(_mended)
+            node.register_hook(_mended_weight_norm if name == _WEIGHT_NORM else _mended)
 
 
 def _mended(
@@ -85,6 +89,19 @@ def _mended(
         if grad_inputs[place] is not None:
             changed[place] = rest.get(id(x))
     return tuple(changed)
+
+
+def _mended_weight_norm(
+    grad_inputs: tuple[OptionalTensor, ...], grad_outputs: tuple[OptionalTensor, ...]
+) -> tuple[OptionalTensor, ...] | None:
+    node, grad = evaluating_node(), grad_outputs[0]
+    used = torch.is_grad_enabled() or forward_mode_is_active()
+    v, g, dim = (getattr(node, name, None) for name in ("_saved_v", "_saved_g", "_saved_dim"))
+    if not used or grad is None or v is None or g is None or dim is None:
+        return None
+    last = v.ndim - 1  # torch saves a dimension counted from the end as a large number
+    found = weight_norm_backward(grad, v, g, min(dim, last))
+    return tuple(None if old is None else new for old, new in zip(grad_inputs, found, strict=True))
 
 
 def _alias(x: OptionalTensor) -> OptionalTensor:

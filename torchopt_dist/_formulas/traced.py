@@ -14,11 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchopt_dist._formulas.embedding import without_gradient_of
+from torchopt_dist._formulas.embedding import padded
 from torchopt_dist._formulas.normalization import by_channel, normalized
+from torchopt_dist._formulas.weight_norm import scaled_to
+from torchopt_dist._torch_private import places_of_weight_norm
 from torchopt_dist._types import OptionalTensor
 
 __all__ = ["TracedFormulas"]
+
+_WEIGHT_NORMS = tuple(getattr(module, name) for module, name in places_of_weight_norm())
 
 
 class TracedFormulas(TorchFunctionMode):
@@ -34,8 +38,13 @@ class TracedFormulas(TorchFunctionMode):
             return _batch_norm(*args, **(kwargs or {}))
         if func is F.instance_norm:
             return _instance_norm(*args, **(kwargs or {}))
-        if func is F.embedding:
+        if (
+            func is F.embedding
+            and (kwargs or {}).get("padding_idx", args[2] if len(args) > 2 else None) is not None
+        ):
             return _embedding(*args, **(kwargs or {}))
+        if func in _WEIGHT_NORMS:
+            return scaled_to(*args, **(kwargs or {}))
         if func is torch.batch_norm or func is torch.instance_norm:
             raise NotImplementedError("a compiled task cannot call torch.batch_norm: use torch.nn.functional")
         return func(*args, **(kwargs or {}))
@@ -50,6 +59,20 @@ def _layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     return normalized(input, tuple(range(-len(normalized_shape), 0)), weight, bias, eps=eps)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    made = F.embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse)
+    assert padding_idx is not None
+    return padded(made, input, padding_idx % weight.shape[0])
 
 
 def _batch_norm(
@@ -82,11 +105,3 @@ def _instance_norm(
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     weight, bias = by_channel(weight, input.ndim), by_channel(bias, input.ndim)
     return normalized(input, tuple(range(2, input.ndim)), weight, bias, eps=eps)
-
-
-def _embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **named: Any
-) -> Tensor:
-    if padding_idx is not None:
-        weight = without_gradient_of(weight, padding_idx % weight.shape[0])
-    return F.embedding(input, weight, None, *rest, **named)

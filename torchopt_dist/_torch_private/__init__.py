@@ -62,6 +62,7 @@ from torchopt_dist._torch_private.modules import (
     attributes_of,
     buffers_of,
     children_of,
+    has_forward_hook,
     note_attributes,
     parameters_of,
     set_parameters,
@@ -72,6 +73,7 @@ from torchopt_dist._torch_private.ops import (
     has_kernel,
     is_zero_tensor,
     left_to_python,
+    places_of_weight_norm,
 )
 from torchopt_dist._torch_private.rpc import (
     init_distributed_autograd,
@@ -126,6 +128,7 @@ __all__ = [
     "grad_of_loss",
     "gradients_are_traced",
     "grads_inside_transforms",
+    "has_forward_hook",
     "has_hooks",
     "has_kernel",
     "held_by_run",
@@ -148,6 +151,7 @@ __all__ = [
     "outside_of_transforms",
     "parameters_of",
     "pending_gpu_seeds",
+    "places_of_weight_norm",
     "profiler_is_on",
     "queue_gpu_seed",
     "recomputing_checkpoint",

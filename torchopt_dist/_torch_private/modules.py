@@ -88,6 +88,14 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: module.__dict__[name] for name in _names[type(module)] if name in module.__dict__}
 
 
+def has_forward_hook(module: nn.Module, hook: Any) -> bool:
+    """Whether a function is among the hooks of a module that get its results.
+
+    Without the name it never is: a hook of which one is enough is registered once more.
+    """
+    return hook in getattr(module, "_forward_hooks", {}).values()
+
+
 def _missing(module: nn.Module, name: str) -> RuntimeError:
     return RuntimeError(
         f"torchopt_dist needs the attribute `{name}` of torch.nn.Module, which a {type(module).__name__} does not "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import ParamSpec, TypeVar, cast
 
 import torch
@@ -32,6 +34,15 @@ def fused_step(name: str) -> Callable[..., None] | None:
     Without the name it is ``None``: formulas run, or this package's own kernels.
     """
     return cast("Callable[..., None] | None", getattr(torch, f"_fused_{name}_", None))
+
+
+def places_of_weight_norm() -> list[tuple[ModuleType, str]]:
+    """The modules, and a name in each, that weight normalization calls its function by.
+
+    Without the name there are none: inside of ``vmap`` its second derivative then is torch's.
+    """
+    modules = [torch, sys.modules.get("torch.nn.utils.weight_norm")]
+    return [(x, "_weight_norm") for x in modules if x is not None and hasattr(x, "_weight_norm")]
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:

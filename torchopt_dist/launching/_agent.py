@@ -240,7 +240,7 @@ class Agent:
         """In a process that has just been forked: close everything that belongs to the agent."""
         processes.end_with_parent(agent)  # should the agent be killed
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGINT and SIGTERM are the worker's own to set
         os.setsid()
         of_others = [pipe for forked in self._workers for pipe in forked.pipes]
         for descriptor in (*not_for_it, *of_others, self._woken, self._wake, *self._watched):

@@ -254,6 +254,7 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
         patience: seconds without a sign of life after which the launcher counts as lost.
     """
     setproctitle.setproctitle(f"todist: forkserver of {launcher}")
+    processes.clear_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()  # of an agent that is killed
     woken, wake = processes.wake_on_children()

@@ -283,7 +283,7 @@ class Job:
             elif said.exit_code is not None:
                 self._fail(worker.death(said.exit_code, asked=True), EXIT_SECONDS, worker)
             else:
-                error = unpack_failure(said.text, payload, str(worker))
+                error = unpack_failure(said.told, payload, str(worker))
                 self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
 
     def _agent_ended(self, agent: AgentHandle, how: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.launching._settings import Settings
 
 __all__ = [
@@ -85,6 +86,8 @@ class Header:
     """Code that is in no file, such as a notebook's cells: name → its entry in ``linecache``."""
     terminal: str | None = None
     """The name of the launcher's terminal, if that is on the same machine."""
+    importing: frozenset[str] = frozenset()
+    """The modules that were being imported when their top level launched, and those of the launches before."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,8 @@ class Returned:
 class Raised:
     """Worker → launcher: the function has raised. The payload is a packed ``SerializedException``."""
 
-    text: str
-    """The traceback on the worker."""
+    told: SerializedException
+    """The same as text alone, which the launcher can always read."""
     exit_code: int | None = None
     """What the process is about to exit with if it was ``sys.exit``, else ``None``; 0 is a good end."""
 

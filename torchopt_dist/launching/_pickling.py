@@ -13,14 +13,15 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 
 from torchopt_dist._code_pickler import dumps
 from torchopt_dist._serialized_exception import SerializedException, safe_repr
 from torchopt_dist._unsendable import find_unsendable
-from torchopt_dist.errors import RemoteError, SerializationError
+from torchopt_dist._wrapped_functions import NAMED_BY_PICKLE
+from torchopt_dist.errors import SerializationError
 
 __all__ = [
     "pack",
@@ -32,6 +33,11 @@ __all__ = [
     "unpack_task",
     "unpack_value",
 ]
+
+OF_SCRIPTS = ("__main__", "__mp_main__")
+"""Names of the module that runs as a script: children of ``multiprocessing`` import it under the second one."""
+NAMED = (FunctionType, type, TypeVar, *NAMED_BY_PICKLE)
+"""The kinds of objects that pickle looks for by name."""
 
 Task = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
@@ -140,13 +146,14 @@ def fill_main(loaded: tuple[Any, ...]) -> None:
     """Put classes and functions of the launcher's ``__main__`` into this one, where plain pickle looks for them."""
     main = vars(sys.modules["__main__"])
     classes: Any = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ())
-    for name, found in (*_globals_of(loaded), *((kind.__qualname__, kind) for kind in classes)):
-        if (
-            getattr(found, "__module__", "") == "__main__"
-            and found.__qualname__ == name
-            and not _is_nested(found)
-        ):
+    for name, found in (*_globals_of(loaded), *((_name(kind), kind) for kind in classes)):
+        if getattr(found, "__module__", "") in OF_SCRIPTS and _name(found) == name and not _is_nested(found):
             main.setdefault(name, found)
+
+
+def _name(found: Any) -> str:
+    """The name of a function, a class or a type variable, which has no other."""
+    return str(getattr(found, "__qualname__", None) or found.__name__)
 
 
 def _globals_of(loaded: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
@@ -154,15 +161,15 @@ def _globals_of(loaded: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     for part in loaded:
         if isinstance(part, functools.partial):
             yield from _globals_of((part.func, *part.args, *part.keywords.values()))
-        elif isinstance(part, FunctionType) and part.__module__ == "__main__":
+        elif isinstance(part, FunctionType) and part.__module__ in OF_SCRIPTS:
             yield part.__qualname__, part
-            yield from ((n, p) for n, p in part.__globals__.items() if isinstance(p, (FunctionType, type)))
+            yield from ((n, p) for n, p in part.__globals__.items() if isinstance(p, NAMED))
 
 
 def _is_nested(found: Any) -> bool:
     """Whether it is defined in a function or a class. Of a class, cloudpickle keeps the methods' full names only."""
-    methods = [part for part in vars(found).values() if isinstance(part, FunctionType)]
-    return "." in found.__qualname__ or any(f".{found.__name__}." in part.__qualname__ for part in methods)
+    methods = [part for part in getattr(found, "__dict__", {}).values() if isinstance(part, FunctionType)]
+    return "." in _name(found) or any(f".{found.__name__}." in part.__qualname__ for part in methods)
 
 
 # Values and exceptions.
@@ -197,20 +204,20 @@ def unpack_value(data: bytes, worker: str) -> Any:
         ) from error
 
 
-def pack_failure(error: BaseException) -> tuple[str, bytes]:
-    """The traceback of an exception on a worker, and the exception pickled as data."""
+def pack_failure(error: BaseException) -> tuple[SerializedException, bytes]:
+    """An exception on a worker as text alone, which can always be read, and as data, pickled."""
     failure = SerializedException.of(error)
+    told = SerializedException.told(failure.text, failure.traceback, failure.worker)
     try:
-        return failure.traceback, pack(failure)
+        return told, pack(failure)
     except Exception:  # its parts can be sent one by one, and yet not together
-        return failure.traceback, b""
+        return told, b""
 
 
-def unpack_failure(text: str, data: bytes, worker: str) -> Exception:
-    """Unpickle an exception of a worker, to raise it in the launcher; ``text`` is its traceback on the worker."""
+def unpack_failure(told: SerializedException, data: bytes, worker: str) -> Exception:
+    """Unpickle an exception of a worker, to raise it in the launcher; ``told`` is the same as text alone."""
     try:
-        failure: SerializedException = pickle.loads(data)
-        return failure.to_error(worker)
-    except Exception:  # its class is known on the worker only, or does not admit to be made here
-        words = (text.strip().rpartition("\n")[2],)
-        return SerializedException(RemoteError, words, words, {}, text).to_error(worker)
+        failure: SerializedException = unpack(data)
+    except Exception:  # its class is known on the worker only
+        failure = told
+    return failure.to_error(worker)

@@ -16,6 +16,7 @@ import psutil
 __all__ = [
     "adopt_orphans",
     "allow_many_files",
+    "clear_signals",
     "end_descendants",
     "end_tree",
     "end_with_parent",
@@ -49,6 +50,18 @@ def allow_many_files() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def clear_signals() -> None:
+    """Let each signal reach this process, and do what it does by default.
+
+    A new program inherits the signals that its parent has blocked or ignored. SIGHUP stays ignored under ``nohup``, and
+    Python itself ignores SIGPIPE and SIGXFSZ.
+    """
+    for number in signal.valid_signals() - {signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ}:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def adopt_orphans() -> None:

@@ -27,10 +27,12 @@ from torchopt_dist.launching._pickling import pack_failure, pack_value, unpack, 
 from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.launching._stream import frame
 
-__all__ = ["asked_to_exit", "in_groups", "work"]
+__all__ = ["asked_to_exit", "importing", "in_groups", "work"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_importing: frozenset[str] = frozenset()
 
 connect_rpc: Callable[..., Callable[[Callable[..., Any]], Callable[..., Any]]] | None = None
 """``auto_init_rpc``. The package says so, for this room knows the other only as any user of it does."""
@@ -107,8 +109,8 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
         asked = asked_to_exit(error)
         code = 1 if asked is None else asked
         if os.getpid() == pid:
-            text, failure = pack_failure(error)
-            _report(report, Raised(text, asked), pack_value(None, rank) if asked == 0 else failure)
+            told, failure = pack_failure(error)
+            _report(report, Raised(told, asked), pack_value(None, rank) if asked == 0 else failure)
     _leave(code)
 
 
@@ -136,6 +138,11 @@ def _take_over_output(stdout: int, stderr: int) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
 
 
+def importing() -> frozenset[str]:
+    """The modules whose import has led to this worker: they must not launch while they are imported here."""
+    return _importing
+
+
 def _take_over(header: Header, own: dict[str, str]) -> None:
     """Take over the launcher's environment, path, arguments and folder.
 
@@ -143,6 +150,8 @@ def _take_over(header: Header, own: dict[str, str]) -> None:
         header: the values to take over.
         own: the variables of this worker alone.
     """
+    global _importing
+    _importing = header.importing
     os.environ.clear()
     os.environ.update({**header.env, **own})
     sys.path[:] = header.path

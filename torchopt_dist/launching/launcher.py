@@ -29,7 +29,7 @@ from torchopt_dist._liveness import VARIABLE, Liveness
 from torchopt_dist._options import close_to, hinted, not_callable
 from torchopt_dist._signals import TERMINATED
 from torchopt_dist._tracebacks import show_user_frames
-from torchopt_dist.errors import RemoteError, TodistError
+from torchopt_dist.errors import InitializationError, RemoteError, TodistError
 from torchopt_dist.launching import _slurm as slurm
 from torchopt_dist.launching._attempts import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launching._breakpoint import terminal
@@ -42,7 +42,7 @@ from torchopt_dist.launching._plan import Plan
 from torchopt_dist.launching._processes import allow_many_files
 from torchopt_dist.launching._remote import RemoteOptions, connect
 from torchopt_dist.launching._settings import Settings
-from torchopt_dist.launching._worker import in_groups
+from torchopt_dist.launching._worker import importing, in_groups
 from torchopt_dist.launching.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launching.options import LaunchOptions, args_section
 from torchopt_dist.launching.result import LaunchResult
@@ -117,8 +117,8 @@ class Launcher(LaunchOptions):
             WorkerFailedError: a worker was killed, crashed or exited before its function returned.
             AgentFailedError: the process that looks after the workers died.
             CallTimeoutError: ``timeout`` has passed.
-            InitializationError: ``start_timeout`` has passed, ``master_port`` is taken, or ``TODIST_LIVENESS`` is
-                malformed.
+            InitializationError: ``start_timeout`` has passed, ``master_port`` is taken, ``TODIST_LIVENESS`` is
+                malformed, or a module launches while a worker of its own launch imports it.
             SerializationError: ``func``, an argument or a result cannot be sent.
             ValueError: ``hosts`` or ``nproc_per_host`` ask for hosts, cores or GPUs that do not exist.
             OSError: this system lacks what a launch needs, or the working folder has been deleted.
@@ -128,7 +128,7 @@ class Launcher(LaunchOptions):
         _check_own_arguments(func, kwargs)
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
-        begun, folder = time.monotonic(), _working_folder()
+        begun, folder, modules = time.monotonic(), _working_folder(), _modules_being_imported()
         allow_many_files()
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
@@ -167,7 +167,7 @@ class Launcher(LaunchOptions):
             )
             stack.callback(logs.close)
             own = {VARIABLE: str(liveness), "TODIST_SECRET": added.get("TODIST_SECRET", secrets.token_hex())}
-            setup = functools.partial(self._setup, folder, Settings.capture(), {**added, **own})
+            setup = functools.partial(self._setup, folder, modules, Settings.capture(), {**added, **own})
             plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
             membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
             try:
@@ -178,7 +178,14 @@ class Launcher(LaunchOptions):
                 show_user_frames()
                 raise error.with_traceback(None) from error.__cause__
 
-    def _setup(self, folder: str, settings: Settings, added: Mapping[str, str], machine: Machine) -> Header:
+    def _setup(
+        self,
+        folder: str,
+        modules: frozenset[str],
+        settings: Settings,
+        added: Mapping[str, str],
+        machine: Machine,
+    ) -> Header:
         """What the workers on a machine get from the launcher."""
         if machine.here:
             env, path = {**os.environ, **added}, import_path()
@@ -192,7 +199,14 @@ class Launcher(LaunchOptions):
             name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
         }
         return Header(
-            env, path, list(sys.argv), folder, settings, sources, terminal() if machine.here else None
+            env,
+            path,
+            list(sys.argv),
+            folder,
+            settings,
+            sources,
+            terminal() if machine.here else None,
+            modules,
         )
 
 
@@ -312,6 +326,27 @@ def ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _modules_being_imported() -> frozenset[str]:
+    """The modules whose top level this launch comes from, in this process and in those that have led to it.
+
+    Raises:
+        InitializationError: one of them is imported on a worker of its own launch, which would launch without end.
+    """
+    before, found = importing(), set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code.co_name == "<module>" and name != "__main__":
+            found.add(name)
+        frame = frame.f_back
+    for name in sorted(before & found):
+        raise InitializationError(
+            f"module {name!r} launches workers at its top level, and these import it again, which would launch without "
+            "end: launch in a function, or under `if __name__ == '__main__':`"
+        )
+    return before | found
 
 
 def _working_folder() -> str:

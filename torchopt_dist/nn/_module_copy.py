@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
+from torchopt_dist._formulas.embedding import let_padding_rest
+from torchopt_dist._torch_private import buffers_of, children_of, parameters_of, transforms_are_active
 from torchopt_dist._types import TensorContainer
 from torchopt_dist.nn._held_tensors import held_tensors
 from torchopt_dist.nn._tensor_dicts import parts_of
@@ -75,6 +76,8 @@ class ModuleCopy:
                 for attribute in vars(part).values():
                     self._take_tensors_of(attribute)
         self.module = self._copied(module)
+        if transforms_are_active():
+            let_padding_rest(self.module)
 
     def places(self) -> tuple[list[Tensor], list[tuple[TensorContainer, str, int]]]:
         """The copy's parameters and buffers, each once; the dictionaries, a name in each, and which tensor is there."""

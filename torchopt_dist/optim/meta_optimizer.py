@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
 from torchopt_dist._formulas.attention import attention_by_formula, without_fast_path
+from torchopt_dist._formulas.embedding import let_padding_rest
 from torchopt_dist._torch_private import gradients_are_traced, transforms_are_active, vmaps
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
@@ -166,6 +167,7 @@ class MetaOptimizer:
             with with_gradients():
                 params |= {name: for_each_sample(p) for name, p in moving.items()}
             _tensor_dicts.replace(module.modules(), {id(p): params[name] for name, p in moving.items()})
+            let_padding_rest(module)
         self.modules.append(module)
         self._impls.append(impl)
         self._states.append(impl.init(params))

@@ -90,9 +90,10 @@ def mend_recorded(grads: Sequence[Any], begins: Sequence[Any]) -> None:
     mend(nodes)
     if levels and any(is_normalization(kind.__name__) for kind in {*map(type, nodes)}):
         warnings.warn(
-            "inside `vmap`, torch takes mean and variance of `layer_norm` and `batch_norm` for constants in gradients "
-            "by `torch.func.grad`, so what is behind this step of an optimizer may have a wrong derivative: take the "
-            "steps by `todist.inner_loop` or a MetaOptimizer inside `vmap`, or normalize by `group_norm` or `rms_norm`",
+            "inside `vmap`, torch takes mean and variance of `layer_norm` and `batch_norm`, and the norms of "
+            "`weight_norm`, for constants in gradients by `torch.func.grad`, so what is behind this step of an "
+            "optimizer may have a wrong derivative: take the steps by `todist.inner_loop` or a MetaOptimizer inside "
+            "`vmap`, or normalize by `group_norm` or `rms_norm`",
             stacklevel=2,
         )
 

@@ -471,3 +471,23 @@ def test_only_the_gradients_that_are_asked_for_are_computed(world):
             module.zero_grad()
 
     world(2).on_zero(body)
+
+
+def of_words(table, words):
+    return table(words).exp().sum(-1).mean()
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_come_back(world, make):
+    """They are dense then, as all that is sent."""
+
+    def body():
+        table, words = make(7, 3, sparse=True).double(), torch.arange(12).remainder(5).reshape(4, 3)
+        found = []
+        for function in (of_words, todist.parallelize(reducer=todist.mean_reducer)(of_words)):
+            table.zero_grad()
+            function(table, words).backward()
+            found.append(table.weight.grad.to_dense())
+        return (found[0] - found[1]).abs().max().item()
+
+    assert world(2).on_zero(body) < 1e-14

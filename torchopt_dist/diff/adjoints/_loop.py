@@ -308,8 +308,9 @@ class Loop:
             wanted = []
             for place in self.model.moved_places:
                 leaf = leaves[place]
-                # An alias of its own: the loss may use the first parameters in another role, too.
-                leaves[place] = leaf = leaf.view_as(leaf) if record else leaf.detach().requires_grad_()
+                # An alias of its own: the loss may use the first parameters in another role, too. Unlike a view, it
+                # takes sparse gradients.
+                leaves[place] = leaf = torch.ops.aten.alias(leaf) if record else leaf.detach().requires_grad_()
                 wanted.append(leaf)
             if record:
                 if self.ranks is not None and not self.ranks.shards:

@@ -7,6 +7,7 @@ taken out, too, so that one that goes to several workers is pickled once.
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import CodeType, FunctionType
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from torchopt_dist._code_pickler import CodePickler
+from torchopt_dist._wrapped_functions import NAMED_BY_PICKLE
 from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, enclosed
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
@@ -235,6 +237,9 @@ class _NamePickler(Pickler):
         if isinstance(obj, type):
             if obj.__module__ == "__main__" and not self._main_by_name:
                 raise _NeedsCodeError
+        elif type(obj) in NAMED_BY_PICKLE:
+            if obj.__module__ == "__main__" and not _is_of_main(obj, self._main_by_name):
+                raise _NeedsCodeError
         elif isinstance(obj, FunctionType):
             if obj in _STAND_INS:
                 return NotImplemented
@@ -275,13 +280,24 @@ class _CodePickler(Pickler, CodePickler):
         if taken_out is not NotImplemented:
             return taken_out
         reduced = CodePickler.reducer_override(self, obj)
-        if isinstance(obj, FunctionType) and reduced is not NotImplemented:
+        if isinstance(obj, FunctionType) and reduced is not NotImplemented and "__globals__" in reduced[2][1]:
             slots = reduced[2][1]
             if not self._with_globals:
                 slots["__globals__"] = {}
             elif slots["__globals__"]:
                 slots["__globals__"] = Beginning(slots["__globals__"])
         return reduced
+
+    def is_found_by_name(self, obj: Any) -> bool:
+        """See :class:`CodePickler`."""
+        return _is_of_main(obj, self._main_by_name) or super().is_found_by_name(obj)
+
+
+def _is_of_main(obj: Any, main_by_name: bool) -> bool:
+    """Whether the receiver's ``__main__`` has an object under its name."""
+    name = getattr(obj, "__qualname__", None) or obj.__name__
+    here = getattr(sys.modules.get("__main__"), name, None)
+    return main_by_name and obj.__module__ == "__main__" and here is obj
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

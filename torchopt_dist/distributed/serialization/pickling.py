@@ -72,7 +72,8 @@ def pack(
     if apart:
         skeleton = _APART + pickle.dumps(apart) + skeleton
     if type(value) is Reply and value.exception is not None:
-        skeleton = _RAISED + skeleton
+        told = value.exception  # as text, for a caller that cannot read the rest
+        skeleton = _RAISED + pickle.dumps((told.text, told.traceback, told.worker)) + skeleton
     message = message_of(skeleton, tensors, structures, holes)
     message.code = tensors.of_globals
     return message
@@ -112,7 +113,7 @@ def unpack(message: Message, held: Held | None = None) -> Any:
         if skeleton[:1] == _APART:
             skeleton, tensors, message.apart = _kept_apart(skeleton, tensors)
         elif skeleton[:1] == _RAISED:
-            skeleton = skeleton[1:]
+            _, skeleton = _told(skeleton)
         file = reader(skeleton, message.holes, tensors)
         unpickler = Unpickler(file, tensors, message.structures, message.references, held)
         value = unpickler.load()
@@ -141,6 +142,9 @@ def reply_of(
     try:
         reply: Reply = unpack(message)
     except SerializationError as error:
+        if raised(message):  # its class is known there only
+            told, _ = _told(message.skeleton)
+            raise error_of(SerializedException.told(*told), worker) from None
         raise SerializationError(f"the result of {worker} cannot be rebuilt here: {error}") from error
     if reply.exception is not None:
         raise error_of(reply.exception, worker)
@@ -154,6 +158,13 @@ def error_reply(error: BaseException) -> Message:
         return pack(Reply(exception=exception), main_by_name=True).detached()
     except SerializationError:  # the exception holds an object that cannot be sent
         return pack(Reply(exception=exception.as_text()), main_by_name=True).detached()
+
+
+def _told(skeleton: bytes) -> tuple[tuple[str, str, str], bytes]:
+    """An exception as text, with its traceback and its worker, and the skeleton of the reply that holds it."""
+    file = io.BytesIO(skeleton[1:])
+    told: tuple[str, str, str] = pickle.load(file)
+    return told, file.read()
 
 
 def _kept_apart(

@@ -211,6 +211,7 @@ def _differentiate(
             create_graph=backward.keep,
             allow_unused=True,
         )
+        made = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in made]
         if backward.keep:
             made = guarded(made, wanted, nodes)
     del nodes
