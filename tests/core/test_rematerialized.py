@@ -152,6 +152,20 @@ def of_an_inner_loop(door: Callable[[Fn], Fn]) -> tuple[Tensor, list[Tensor]]:
     return door(adapted)(start), [w, start]
 
 
+def of_tasks(door: Callable[[Fn], Fn]) -> tuple[Tensor, list[Tensor]]:
+    """Steps of a MetaOptimizer in each task."""
+    net, xs = nn.Linear(3, 1).double(), doubles(2, 4, 3)
+
+    def task(net: nn.Module, x: Tensor) -> Tensor:
+        own = todist.module_clone(net)
+        todist.MetaSGD(own, lr=0.1).step(own(x).pow(2).mean())
+        loss: Tensor = own(x).sin().sum()
+        return loss
+
+    made: Tensor = door(lambda xs: task(net, xs[0]) + task(net, xs[1]))(xs) + door(task)(net, xs[0])
+    return made, [xs, *net.parameters()]
+
+
 def conditions(door: Callable[[Fn], Fn]) -> tuple[Tensor, list[Tensor]]:
     """The default dtype and replaced functions."""
     x = doubles(3)
@@ -181,6 +195,7 @@ def conditions(door: Callable[[Fn], Fn]) -> tuple[Tensor, list[Tensor]]:
         a_gradient_within,
         steps_of_a_solver,
         of_an_inner_loop,
+        of_tasks,
         conditions,
     ],
 )
