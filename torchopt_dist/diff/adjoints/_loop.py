@@ -310,7 +310,9 @@ class Loop:
                 leaf = leaves[place]
                 # An alias of its own: the loss may use the first parameters in another role, too. Unlike a view, it
                 # takes sparse gradients.
-                leaves[place] = leaf = torch.ops.aten.alias(leaf) if record else leaf.detach().requires_grad_()
+                leaves[place] = leaf = (
+                    torch.ops.aten.alias(leaf) if record else leaf.detach().requires_grad_()
+                )
                 wanted.append(leaf)
             if record:
                 if self.ranks is not None and not self.ranks.shards:
