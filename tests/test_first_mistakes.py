@@ -299,7 +299,7 @@ def test_python_alone_tells_of_no_misspelt_option_of_what_users_call() -> None:
             text = str(caught.value)
             told += [name] if "; its options are " in text else []
             bare += [name] if text.endswith("got an unexpected keyword argument 'no_such_option'") else []
-    assert bare == ["apply_updates", "Task", "SolverInfo"]  # in every step; results
+    assert bare == ["apply_updates", "Task", "SolverInfo", "NonlinearSolverInfo"]  # in every step; results
     assert len(told) > 40
 
 

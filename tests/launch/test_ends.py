@@ -180,7 +180,7 @@ def test_an_error_whose_class_is_not_known_here_keeps_its_traceback(tmp_path):
 
         raise Odd("strange")
 
-    with pytest.raises(todist.RemoteError, match=r"^only_there\.Odd: strange$") as caught:
+    with pytest.raises(todist.RemoteError, match=r"^Odd: strange$") as caught:
         Launcher(nproc_per_host=1, handlers=[]).run(main)
     assert "in main" in caught.value.remote_traceback
 

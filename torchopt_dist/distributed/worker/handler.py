@@ -211,7 +211,6 @@ def _differentiate(
             create_graph=backward.keep,
             allow_unused=True,
         )
-        made = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in made]
         if backward.keep:
             made = guarded(made, wanted, nodes)
     del nodes
@@ -219,6 +218,7 @@ def _differentiate(
     grads = [next(found) if is_wanted else None for is_wanted in are_wanted]
     grads, staying = grads[: len(backward.wanted)], grads[len(backward.wanted) :]
     keep_grads(backward.key, graph.held, staying)
+    grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
     if not backward.streamed:
         return grads
     return add_up(grads, graph.inputs, backward.streamed, deferred, backward.key, recorded=backward.keep)
