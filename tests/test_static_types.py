@@ -59,7 +59,7 @@ CALL = "def (model: Module, x: Tensor, *, scale: float =) -> "
 PROGRAM: list[tuple[str, str | None]] = [
     ("todist.MetaSGD(net, 0.1, momentum=0.9)", None),
     ("todist.MetaSGD(net)", None),
-    ("todist.MetaSGD(lr=0.1)", "Missing positional argument"),
+    ("todist.MetaSGD(lr=0.1)", 'Too few arguments for "MetaSGD"'),
     ("todist.MetaAdam(net, betas=(0.9, rate), lr=rate)", None),
     ("todist.MetaAdam(net, betas=0.9)", 'Argument "betas" to "MetaAdam" has incompatible type "float"'),
     ("todist.MetaSGD(params, lr=0.1)", 'Argument 1 to "MetaSGD" has incompatible type'),

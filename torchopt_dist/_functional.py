@@ -97,7 +97,9 @@ def _enter(place: Place) -> None:
     """One context more needs a place; under the lock."""
     if not _places.counts.get(place):
         own = _places.torchs[place] = getattr(*place)
-        setattr(*place, partial(_call, place, own))
+        stand_in: Any = partial(_call, place, own)
+        stand_in.__name__ = place[1]  # which torch asks for where it lists its functions
+        setattr(*place, stand_in)
     _places.counts[place] = _places.counts.get(place, 0) + 1
 
 

@@ -56,8 +56,9 @@ def _let_inputs_have_a_history() -> None:
 
 @cache
 def _take_leaves_as_they_are() -> None:
-    """Have the compiler call :func:`traced_leaf` without a look into it, once for all."""
-    torch.compiler.allow_in_graph(traced_leaf)
+    """Have the compiler call :func:`traced_leaf` without a look into it, once for all, where it must not look."""
+    if not torch.__version__ >= "2.13":  # by numbers: a `TorchVersion`
+        torch.compiler.allow_in_graph(traced_leaf)
 
 
 class _Histories:
