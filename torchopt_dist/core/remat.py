@@ -12,21 +12,37 @@ the caller: a step, a segment of steps, a block of a model, some rows of an atte
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from torchopt_dist._formulas.normalization_nodes import is_normalization, mend
 from torchopt_dist._torch_private import apply_function, transforms_are_active
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pull
-from torchopt_dist.core.second_order import guarded, refuse_left_out
+from torchopt_dist.core.second_order import guarded, nodes_of, refuse_left_out
 
-__all__ = ["PureFn", "apply"]
+__all__ = ["PureFn", "Segment", "apply"]
 
 PureFn: TypeAlias = Callable[..., Sequence[Tensor]]
 """Tensors → a tuple or a list of tensors, which depend on nothing else, but numbers: the same whenever it is called."""
+
+
+class Segment(ABC):
+    """A function of tensors that brings its own way to gradients of which there is no graph."""
+
+    @abstractmethod
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """The values, with a graph that has derivatives of every order."""
+
+    @abstractmethod
+    def pull(
+        self, tensors: list[Tensor], wanted: list[int], given: list[int], bars: Sequence[Tensor]
+    ) -> Sequence[OptionalTensor]:
+        """The gradients of the arguments at ``wanted``, from those of the values at ``given``."""
 
 
 def apply(function: PureFn, *tensors: Tensor, values: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
@@ -112,6 +128,8 @@ class _Pulled:
     def found(self, tensors: Sequence[Tensor]) -> Sequence[OptionalTensor]:
         """The gradients; ``None`` for an argument that is not used, as far as that can be seen."""
         arguments, bars = list(tensors[: self.count]), tensors[self.count :]
+        if isinstance(self.function, Segment) and not torch.is_grad_enabled():
+            return self.function.pull(arguments, self.wanted, self.given, bars)
         if transforms_are_active():
             points = [arguments[place] for place in self.wanted]
             _values, pulled = torch.func.vjp(self._function_of(arguments), *points)  # type: ignore[misc]
@@ -138,7 +156,12 @@ class _Pulled:
                 return [None] * len(points)
             outputs, weights = zip(*pairs, strict=True)
             nodes = refuse_left_out(outputs, arguments)
+            normalizes = is_recorded and any(is_normalization(type(node).__name__) for node in nodes)
+            if normalizes:  # torch takes means and variances for constants
+                mend(nodes)
             grads = torch.autograd.grad(outputs, points, weights, create_graph=is_recorded, allow_unused=True)
+            if normalizes:
+                mend(nodes_of([grad for grad in grads if grad is not None], arguments))
             return guarded(grads, points, nodes) if is_recorded else grads
 
     def _function_of(self, arguments: list[Tensor]) -> Callable[..., tuple[Tensor, ...]]:

@@ -23,6 +23,7 @@ __all__ = [
     "explain",
     "guarded",
     "lacks",
+    "nodes_of",
     "refusal",
     "refuse_left_out",
     "why_not_twice",
@@ -141,7 +142,7 @@ def guarded(
 
 def why_not_twice(outputs: Iterable[Tensor]) -> str | None:
     """Why gradients of outputs must not be differentiated, if they must not; of each output the innermost graph."""
-    refusing = _refusing(_nodes(outputs))
+    refusing = _refusing(nodes_of(outputs))
     return _text_of(refusing) if refusing else None
 
 
@@ -177,13 +178,13 @@ def refuse_left_out(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) ->
     Raises:
         RuntimeError: they depend on a gradient that must not be differentiated.
     """
-    nodes = _nodes(outputs, inputs)
+    nodes = nodes_of(outputs, inputs)
     if any(map(is_refusal, nodes)):
         raise RuntimeError(f"{_MARKED}{_BY_OPERATIONS}{_FIRST_ORDER}")
     return nodes
 
 
-def _nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
+def nodes_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
     """The nodes of the graph of outputs, up to inputs and to gradients that refuse by themselves."""
     seen: set[Any] = {None, *[x.grad_fn for x in inputs]}
     found: list[Any] = [output.grad_fn for output in outputs if output.grad_fn not in seen]
