@@ -97,7 +97,7 @@ def of_a_module(door: Callable[[Fn], Fn]) -> tuple[Tensor, list[Tensor]]:
     x = doubles(5, 3)
     value = door(net)(x).sum() + door(lambda m, x: m(x).sum())(net, x * 2)
     expected = 2
-    assert int(net[1].num_batches_tracked) == expected  # type: ignore[arg-type]
+    assert int(net[1].num_batches_tracked) == expected
     return value, [x, *net.parameters()]
 
 
@@ -440,7 +440,7 @@ def test_what_would_be_wrong_is_an_error_at_the_call(function: Fn, kind: type[Ex
 
 def test_a_function_is_needed() -> None:
     with pytest.raises(TypeError, match="`function` must be a function of tensors, got int"):
-        todist.remat(3)  # type: ignore[arg-type]
+        todist.remat(3)
 
 
 def test_what_has_changed_since_is_an_error_in_backward() -> None:

@@ -91,9 +91,11 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _function: None, _values: None, *dots: OptionalTensor) -> tuple[OptionalTensor, ...]:
         tensors = ctx.saved_tensors
-        moved = [place for place, dot in enumerate(dots) if dot is not None and _is_real(tensors[place])]
-        pushed = _Pushed(ctx.function, len(tensors), moved, ctx.differentiable)
-        made = iter(apply(pushed, *tensors, *[dots[place] for place in moved]))  # type: ignore[arg-type]
+        moving = {
+            place: dot for place, dot in enumerate(dots) if dot is not None and _is_real(tensors[place])
+        }
+        pushed = _Pushed(ctx.function, len(tensors), list(moving), ctx.differentiable)
+        made = iter(apply(pushed, *tensors, *moving.values()))
         return tuple(next(made) if is_real else None for is_real in ctx.differentiable)
 
 
@@ -115,7 +117,8 @@ class _Pulled:
         arguments, bars = list(tensors[: self.count]), tensors[self.count :]
         if transforms_are_active():
             points = [arguments[place] for place in self.wanted]
-            _values, pulled = torch.func.vjp(self._function_of(arguments), *points)  # type: ignore[misc]
+            made: Any = torch.func.vjp(self._function_of(arguments), *points)
+            _values, pulled = made
             grads: tuple[Tensor, ...] = pulled(tuple(bars))
             return grads
         is_recorded = torch.is_grad_enabled()
@@ -168,9 +171,9 @@ class _Pushed(_Pulled):
         arguments, dots = list(tensors[: self.count]), tensors[self.count :]
         if transforms_are_active():
             points = tuple(arguments[place] for place in self.wanted)
-            _values, pushed = torch.func.jvp(self._function_of(arguments), points, tuple(dots))  # type: ignore[misc]
-            made: list[Tensor] = list(pushed)
-            return made
+            found: Any = torch.func.jvp(self._function_of(arguments), points, tuple(dots))
+            _values, pushed = found
+            return list(pushed)
         # A level of `torch.autograd.forward_ad` is open, and there cannot be another one within it. A gradient is
         # linear in the gradients of the values, and the transposed of this map takes tangents to tangents.
         is_recorded = torch.is_grad_enabled()

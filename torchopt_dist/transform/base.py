@@ -145,7 +145,7 @@ def of_elements(
     """
 
     def marked(update: F) -> F:
-        update.of_elements = _Elements(but, masks, norms, inner)  # type: ignore[attr-defined]
+        vars(update)["of_elements"] = _Elements(but, masks, norms, inner)
         return update
 
     return marked
