@@ -49,7 +49,8 @@ class Python:
         self.server = WarmPython("torch", "setuptools", LD_LIBRARY_PATH=f"{toolkit}/lib64")
 
     def __call__(self, code: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-        absent = dict.fromkeys(("REQUIRE_EXT", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST"), "")
+        others = ("REQUIRE_EXT", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+        absent = dict.fromkeys(others, "")
         environ = {**os.environ, **absent, "CXX": f"{self.toolkit}/bin/c++", **env}
         environ = {name: value for name, value in environ.items() if value}
         return self.server.run("-c", code, *args, cwd=cwd, env=environ, timeout=TIMEOUT)
