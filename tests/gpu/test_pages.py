@@ -38,9 +38,10 @@ def test_programs_of_the_pages_run_there(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     check_output(program, done.stdout)
     size = GPUS if GPU and page == "gpus" else 2  # that page has a worker for each GPU
-    check_output(
-        program, torchrun("--standalone", f"--nproc_per_node={size}", path, warm=not GPU, timeout=100)
-    )
+    workers = ["--standalone", f"--nproc_per_node={size}", path]
+    # Unbuffered, a line and its end are two writes, and those of two workers mix.
+    whole_lines = {"PYTHONUNBUFFERED": ""}
+    check_output(program, torchrun(*workers, warm=not GPU, timeout=100, **whole_lines))
 
 
 def use_own_gpu() -> None:
