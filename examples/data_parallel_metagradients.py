@@ -123,7 +123,7 @@ def learn(args: argparse.Namespace) -> Curve:
             model,
             batches,
             meta=logits,
-            adjoint=todist.Replayed(sharded=True, sweep="reverse"),  # faster for a network this small
+            adjoint=todist.Replayed(sharded=True),  # faster for a network this small
             parallel=todist.DataParallel(),
         )
         loss: Tensor = adapted.params(validation).mean()

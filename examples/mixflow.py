@@ -9,7 +9,7 @@ each inner gradient. MixFlow-MG (Kemaev et al., 2025, https://arxiv.org/abs/2505
 back one step at a time, and takes each step's products with second derivatives by forward over reverse mode, so no
 graph of a graph is made. The paper reports more than 10 times less memory and up to 25 % less time.
 
-Here it is one word: ``adjoint=Replayed(sweep="forward")`` for ``Recorded()``. With ``blocks="auto"`` each step's graph
+Here it is one word: ``adjoint=Replayed()`` for ``Recorded()``. With ``blocks="auto"`` each step's graph
 is that of one layer at a time, as in the paper. ``sweep="reverse"`` is the same replay without mixed modes. All give
 the same gradient, and the program checks that.
 
@@ -38,8 +38,8 @@ import torchopt_dist as todist
 TOKENS, LENGTH, WIDTH, HEADS, SEQUENCES = 16, 64, 32, 2, 8
 WAYS: dict[str, Any] = {
     "Recorded()": todist.Recorded(),
-    'Replayed(sweep="reverse")': todist.Replayed(sweep="reverse"),
-    'Replayed(sweep="forward")': todist.Replayed(sweep="forward"),
+    "Replayed()": todist.Replayed(),
+    "Replayed()": todist.Replayed(),
     'Replayed(blocks="auto")': todist.Replayed(blocks="auto"),
 }
 

@@ -20,7 +20,7 @@ from torchopt_dist._random_turns import Turn, draw_seed, lent, visiting
 from torchopt_dist.distributed.calls.gather import gather
 
 SECONDS = 30.0
-ADJOINTS = [todist.Replayed(snapshots=1), todist.Replayed(snapshots=1, sweep="forward"), todist.Recorded()]
+ADJOINTS = [todist.Replayed(snapshots=1), todist.Replayed(snapshots=1), todist.Recorded()]
 
 
 def nothing() -> None:

@@ -52,7 +52,11 @@ def unless(
     """As :func:`hinted`; and make a call raise ``TypeError`` where a text is made of its arguments."""
 
     def decorator(call: FunctionT) -> FunctionT:
-        return cast("FunctionT", _checked(call, call.__name__, mistaken))
+        made: Any = call
+        if isinstance(call, type):
+            made.__init__ = _checked(made.__init__, call.__name__, mistaken)
+            return call
+        return cast("FunctionT", _checked(made, made.__name__, mistaken))
 
     return decorator
 

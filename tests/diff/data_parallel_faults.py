@@ -247,7 +247,7 @@ def alone_in_something() -> dict[str, Any]:
         lambda w: by_parts(w, rank == 0),
         x,
         parallel=parallel,
-        adjoint=todist.Replayed(snapshots=1, sweep="forward"),
+        adjoint=todist.Replayed(snapshots=1),
     )
     found["no forward mode"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
     made = steps_of(lambda w: (by_parts(w, True) + by_parts(w, False)) / 2, x, adjoint=todist.Recorded())

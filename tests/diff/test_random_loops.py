@@ -86,8 +86,8 @@ class Drawn:
         settings: list[dict[str, Any]] = [
             {},
             {"snapshots": 1},
-            {"snapshots": 2, "sweep": "forward"},
-            {"sweep": "reverse"},
+            {"snapshots": 2},
+            {"blocks": None},
             {"memory": "1MB", "check": True},
         ]
         if not self.is_tree:

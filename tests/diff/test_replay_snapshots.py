@@ -2,121 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import weakref
 
 import pytest
 import torch
-from torch import nn
 
 import torchopt_dist as todist
 from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import Problem, gradients
 from tests.diff.replays import agree, both, fewest_advances
-from torchopt_dist.diff.adjoints import replayed
-from torchopt_dist.diff.replay._plan import places, steps_run_again
-from torchopt_dist.diff.replay._snapshots import Store, number_of_bytes
+from torchopt_dist.diff.adjoints._store import number_of_bytes
+from torchopt_dist.diff.replay import lengths
 
 D = torch.float64
 
 
-@pytest.mark.parametrize(("steps", "snapshots"), [(1, 1), (7, 1), (7, 3), (20, 3), (20, 20), (31, 4)])
-def test_as_many_steps_are_run_again_as_the_bound_says(steps, snapshots, monkeypatch):
-    held, counts = [], []
+@functools.cache
+def _advances(units: int, slots: int) -> int:
+    """How many units are run again, where segments are divided again and again."""
+    if units <= 1:
+        return 0
+    parts = lengths(units, min(slots, units - 1), again=True)
+    of_parts = (_advances(count, min(slots, units - 1) - place) for place, count in enumerate(parts[:-1]))
+    return units - 1 + sum(of_parts)
 
-    class Watched(Store):
-        def keep(self, value):
-            token = Token()
-            held.append(weakref.ref(token))
-            counts.append(sum(ref() is not None for ref in held))
-            give = super().keep(value)
-            return lambda token=token: give()
 
-    class Token:
-        pass
+@pytest.mark.parametrize(("units", "slots"), [(1, 1), (7, 1), (7, 3), (20, 3), (20, 20), (31, 4), (50, 2)])
+def test_the_fewest_steps_are_run_again(units, slots):
+    parts = lengths(units, slots, again=False)
+    assert sum(parts) == units
+    assert len(parts) <= slots
+    found = units + sum(_advances(count, len(parts) - place) for place, count in enumerate(parts))
+    assert found == fewest_advances(units + 1, slots)
 
-    monkeypatch.setattr(replayed, "Store", Watched)
-    w = torch.tensor(1.0, dtype=D, requires_grad=True)
-    calls = []
+
+@pytest.mark.parametrize(("steps", "snapshots"), [(1, 1), (7, 1), (7, 3), (20, 20)])
+def test_as_many_steps_are_run_as_the_plan_says(steps, snapshots):
+    w, calls = (
+        torch.ones(1 << 19, dtype=D, requires_grad=True),
+        [],
+    )  # large, so that no steps are recorded together
 
     def loss(w):
         calls.append(w)
-        return w**3
+        return (w**3).sum()
 
-    result = todist.inner_loop(
-        loss, todist.sgd(lr=0.01), w, steps, adjoint=todist.Replayed(snapshots=snapshots)
-    )
-    found = torch.autograd.grad(result.params, w)[0]
-    # For a gradient and its derivative the loss is called once.
-    assert len(calls) == 2 * steps + steps_run_again(steps, snapshots)
-    assert max(counts) == len(places(steps, snapshots)) <= snapshots
-    recorded = todist.inner_loop(lambda w: w**3, todist.sgd(lr=0.01), w, steps).params
-    torch.testing.assert_close(found, torch.autograd.grad(recorded, w)[0], rtol=1e-12, atol=0)
-
-
-def test_with_room_for_all_steps_gradients_are_kept_and_no_step_is_run_again(monkeypatch):
-    kept, calls = [], []
-
-    class Watched(Store):
-        def keep(self, value):
-            kept.append(type(value).__name__)
-            return super().keep(value)
-
-    monkeypatch.setattr(replayed, "Store", Watched)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh()).double()
-    xs = [torch.randn(5, 3, dtype=D) for _ in range(10)]
-    lr = torch.tensor(0.05, dtype=D, requires_grad=True)
-
-    def loss(net, x):
-        calls.append(torch.is_grad_enabled())
-        return (net(x) ** 2).mean()
-
-    made = []
-    for adjoint in (todist.Replayed(), todist.Recorded()):
-        calls.clear()
-        result = todist.inner_loop(loss, todist.adam(lr=lr, eps=1e-3), net, xs, adjoint=adjoint)
-        outer = sum((leaf**3).sum() for leaf in result.params.parameters())
-        ins = [lr, *net.parameters()]
-        if not made:  # once more, from the same snapshots
-            again = torch.autograd.grad(outer, ins, retain_graph=True)
-            assert len(calls) == 20
-        made.append(torch.autograd.grad(outer, ins))
-    agree(made)
-    assert all(map(torch.equal, made[0], again))
-    first = [kind for n in range(10) for kind in (["Carry"] if n % 4 == 0 else []) + ["Gradient"]]
-    assert kept[: len(first)] == first
-
-
-@pytest.mark.parametrize("budget", [2, 3, 4, 6, 7, 11])
-def test_a_budget_is_shared_among_snapshots_and_gradients_for_the_fewest_evaluations(budget):
-    steps, calls = 9, []
-    p = torch.linspace(0.1, 1, 1000, dtype=D, requires_grad=True)
-    lr = torch.tensor(0.1, dtype=D, requires_grad=True)
-
-    def loss(p):
-        calls.append(p)
-        return (p**4).sum()
-
-    made = []
-    for adjoint in (todist.Replayed(memory=budget * 8_000, sweep="forward"), todist.Recorded()):
-        calls.clear()
-        result = todist.inner_loop(loss, todist.sgd(lr=lr, momentum=0.9), p, steps, adjoint=adjoint)
-        outer = (result.params**2).sum() + result.losses.sum()
-        if not made:  # once more, from the same snapshots
-            again = torch.autograd.grad(outer, [p, lr], retain_graph=True)
-            found = len(calls)
-        made.append(torch.autograd.grad(outer, [p, lr]))
-    agree(made)
-    assert all(map(torch.equal, made[0], again))
-    # A snapshot takes 2, a gradient 1: of the last step, and of so many first ones.
-    evaluations = min(
-        fewest_advances(rest + 1, snapshots) - (gradients > 0)
-        for snapshots in range(1, budget // 2 + 1)
-        for gradients in range(min(budget - 2 * snapshots, 7) + 1)
-        for rest in [steps - max(0, gradients - 1)]
-    )
-    assert found == 2 * steps + evaluations  # of a run, of the sweeps, and of what is evaluated again
+    adjoint = todist.Replayed(snapshots=snapshots)
+    result = todist.inner_loop(loss, todist.sgd(lr=0.01), w, steps, adjoint=adjoint)
+    torch.autograd.grad(result.params.sum(), w)
+    assert len(calls) == steps + fewest_advances(steps + 1, snapshots)
 
 
 def test_a_gradient_that_was_taken_with_a_graph_outlives_the_snapshots():
@@ -133,7 +68,8 @@ def test_a_gradient_that_was_taken_with_a_graph_outlives_the_snapshots():
     agree([torch.autograd.grad(gradient.square().sum(), p) for gradient in (first, expected)])
 
 
-def test_a_gradient_of_a_gradient_keeps_one_steps_graph():
+def test_a_gradient_of_a_gradient_keeps_one_steps_graph(monkeypatch):
+    monkeypatch.setattr("torchopt_dist.diff.replay.SMALL", 0)  # no steps are recorded together
     torch.manual_seed(0)
     x, weight = torch.randn(300, 4, dtype=D), torch.tensor(0.5, dtype=D, requires_grad=True)
     p = torch.randn(4, 4, dtype=D, requires_grad=True)
@@ -179,7 +115,8 @@ def test_tensors_that_depend_on_each_other_count_once():
     )
 
 
-def test_memory_of_four_hundred_steps_is_that_of_a_hundred_in_a_fixed_budget():
+def test_memory_of_four_hundred_steps_is_that_of_a_hundred_in_a_fixed_budget(monkeypatch):
+    monkeypatch.setattr("torchopt_dist.diff.replay.SMALL", 0)
     p = torch.randn(2000, dtype=D, requires_grad=True)
 
     def peak(steps):
@@ -201,7 +138,8 @@ def test_memory_of_four_hundred_steps_is_that_of_a_hundred_in_a_fixed_budget():
 
 
 @pytest.mark.parametrize("store", ["cpu", "folder"])
-def test_snapshots_may_be_kept_elsewhere(store, tmp_path):
+def test_snapshots_may_be_kept_elsewhere(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchopt_dist.diff.replay.SMALL", 0)
     where = store if store == "cpu" else tmp_path / "snapshots"
     problem = Problem("module", "adam")
     result = problem.run(todist.Replayed(snapshots=3, store=where))

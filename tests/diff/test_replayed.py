@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import Problem, gradients
@@ -42,6 +42,8 @@ LABELS = torch.tensor([0, 1, 2, 1])
 
 TARGET = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
 
+ZERO, ZEROS = torch.tensor([1.0, 1.0, 0.0], dtype=D), torch.tensor([1.0, 0.0, 0.0], dtype=D)
+
 LOSSES = {
     "mse_loss": lambda p, q: F.mse_loss(torch.tanh(p) * q, TARGET),
     "mse_loss of sums": lambda p, q: F.mse_loss(p * q, TARGET, reduction="sum", weight=q.detach()),
@@ -55,17 +57,23 @@ LOSSES = {
     "group_norm": lambda p, q: (F.group_norm(p * q, 1, weight=q[0], bias=p[0]) ** 3).sum(),
     "layer_norm": lambda p, q: (F.layer_norm(p * q, (3,), weight=q[0], bias=p[0]) ** 3).sum(),
     "attention": lambda p, q: (F.scaled_dot_product_attention(p[None], q[None], (p * q)[None]) ** 3).sum(),
+    "prod with two zeros": lambda p, q: ((p * ZEROS).prod(1) * q[:, 0]).sum() + (p**2).sum(),
+    "sign": lambda p, q: (torch.sgn(p) * p**2 * q).sum(),
+    "det of a singular matrix": lambda p, q: (p[:3] * q[:3] * ZERO).det() + (p**2).sum(),
+    "a custom function": lambda p, q: (_Cube.apply(p) * q).sum(),
+    "solve": lambda p, q: torch.linalg.solve(p[:3] + 5 * torch.eye(3, dtype=D), q[:3]).square().sum(),
+    "cholesky": lambda p, q: torch.linalg.cholesky(p.T @ p + torch.eye(3, dtype=D)).sum() * q.sum(),
     "max_pool": lambda p, q: (F.max_pool2d((p * q)[None, None], 2) ** 3).sum(),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_operations_go_in_both_modes(name):
+def test_operations_have_the_gradients_of_recorded_steps(name):
     torch.manual_seed(0)
     p = torch.randn(4, 3, dtype=D, requires_grad=True)
     q = torch.rand(4, 3, dtype=D, requires_grad=True)
-    for mode in ("forward", "reverse"):
-        replayed = todist.Replayed(sweep=mode)
+    for snapshots in (None, 1):
+        replayed = todist.Replayed(snapshots=snapshots)
         # a warning is an error
         agree(both(lambda p: LOSSES[name](p, q), p, 3, ins=[p, q], meta=q, replayed=replayed))
 
@@ -81,50 +89,6 @@ class _Cube(torch.autograd.Function):
         return grad * 3 * ctx.saved_tensors[0] ** 2
 
 
-WITHOUT_FORWARD_MODE = {
-    "a custom function": (lambda p, q: (_Cube.apply(p) * q).sum(), "custom Function|forward mode AD|jvp"),
-    "a node that loses tangents": (
-        lambda p, q: torch.linalg.solve(p[:3] + 5 * torch.eye(3, dtype=D), q[:3]).square().sum(),
-        "LinalgSolveEx",
-    ),
-    "a decomposition": (
-        lambda p, q: torch.linalg.cholesky(p.T @ p + torch.eye(3, dtype=D)).sum() * q.sum(),
-        "LinalgCholeskyEx",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_FORWARD_MODE)
-def test_steps_without_forward_mode_are_recorded_by_themselves_and_that_is_said_once(name):
-    function, text = WITHOUT_FORWARD_MODE[name]
-    torch.manual_seed(0)
-    p = torch.randn(4, 3, dtype=D, requires_grad=True)
-    q = torch.rand(4, 3, dtype=D, requires_grad=True)
-    with pytest.warns(UserWarning, match=text) as told:
-        made = both(
-            lambda p: function(p, q), p, 3, ins=[p, q], meta=q, replayed=todist.Replayed(sweep="forward")
-        )
-    agree(made)
-    assert len(told) == 1
-    agree(both(lambda p: function(p, q), p, 3, ins=[p, q], meta=q))  # small: in reverse mode, nothing is said
-
-
-@pytest.mark.parametrize(("count", "parameters", "modes"), [(2000, 3, "RRR"), (2**21 + 1, 3, "FFF")])
-def test_a_large_graph_of_a_loss_is_not_differentiated_with_a_graph(count, parameters, modes):
-    p = torch.ones(parameters, dtype=D, requires_grad=True)
-    found = []
-
-    def loss(p):
-        duals = forward_ad.unpack_dual(p).tangent is not None if torch.is_grad_enabled() else None
-        found.append("F" if duals else "R")
-        return (p[0] * torch.ones(count, dtype=D)).sum() * (p**2).sum()
-
-    result = todist.inner_loop(loss, todist.sgd(lr=0.01), p, 3, adjoint=todist.Replayed())
-    found.clear()
-    result.params.sum().backward()
-    assert "".join(found) == modes
-
-
 def test_loops_in_two_threads_draw_from_generators_of_their_own():
     x = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
 
@@ -135,7 +99,7 @@ def test_loops_in_two_threads_draw_from_generators_of_their_own():
             kept = torch.rand(4, 3, generator=torch.Generator().manual_seed(seed)) < 0.5
             return (F.layer_norm(x @ w, (3,)) * kept - w.sum()).square().mean() / 9
 
-        adjoint = todist.Replayed(snapshots=1, sweep="reverse")
+        adjoint = todist.Replayed(snapshots=1)
         adapted = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3, adjoint=adjoint)
         return torch.autograd.grad(adapted.params.square().sum(), w)[0]
 
@@ -158,7 +122,7 @@ def test_gradients_of_gradients_are_those_of_recording():
         return gradients(sum((g**2).sum() for g in first), tensors)
 
     expected = second(todist.Recorded())
-    for adjoint in (todist.Replayed(sweep="forward"), todist.Replayed(snapshots=1)):
+    for adjoint in (todist.Replayed(), todist.Replayed(snapshots=1)):
         found = second(adjoint)
         for what, gradient in expected.items():
             torch.testing.assert_close(found[what], gradient, rtol=1e-9, atol=1e-9)
@@ -183,13 +147,7 @@ def test_derivatives_of_every_order_where_tensors_depend_on_each_other():
             yield found
 
     recorded = list(derivatives(todist.Recorded(), a, p, lr))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")
-        again = derivatives(todist.Replayed(snapshots=2), a, p, lr)
-        replayed = [next(again)]
-        assert not told
-        replayed += again
-    assert ["records all steps for a third derivative" in str(one.message) for one in told] == [True]
+    replayed = list(derivatives(todist.Replayed(snapshots=2), a, p, lr))
     for one, other in zip(replayed, recorded, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     outer = functools.partial(lambda *ins: next(derivatives(todist.Replayed(), *ins)))
@@ -358,8 +316,7 @@ def test_buffers_that_depend_on_parameters_are_refused():
         ({"snapshots": "many"}, TypeError, "`snapshots` must be a number or 'all', got 'many'"),
         ({"snapshots": 2, "memory": "1GB"}, ValueError, "say the same"),
         ({"store": 3}, TypeError, "`store` must be 'cpu' or a folder, got int"),
-        ({"sweep": "back"}, ValueError, "`sweep` must be 'forward' or 'reverse', got 'back'"),
-        ({"sweep": "reverse", "blocks": "auto"}, ValueError, "`sweep` must be 'forward' with `blocks`"),
+        ({"sweep": "forward"}, TypeError, "`sweep`, which is no longer an option"),
     ],
 )
 def test_bad_settings(settings, error, text):
@@ -401,7 +358,7 @@ def test_a_part_of_a_loss_in_torchscript_takes_no_tangents_and_is_recorded():
     program = torch.jit.CompilationUnit("def part(w: Tensor, m: Tensor):\n    return (w * m).sin().sum()\n")
     m = torch.tensor([0.7, 1.2], dtype=D, requires_grad=True)
     w = torch.tensor([0.5, -0.3], dtype=D, requires_grad=True)
-    adjoint = todist.Replayed(snapshots=1, sweep="forward")
+    adjoint = todist.Replayed(snapshots=1)
     agree(both(lambda w: program.part(w, m), w, 4, ins=[w, m], replayed=adjoint, meta=m))
 
 
@@ -415,3 +372,16 @@ def test_no_steps_have_derivatives_of_every_order():
     (second,) = torch.autograd.grad(first.sum(), w)
     assert first.tolist() == [12, 27]
     assert second.tolist() == [12, 18]
+
+
+def test_a_step_that_is_not_the_same_when_it_is_run_again_is_named():
+    w, factors = torch.ones(3, dtype=D, requires_grad=True), itertools.count(1)
+    result = todist.inner_loop(
+        lambda w: (w**2).sum() * next(factors),
+        todist.sgd(lr=0.01),
+        w,
+        3,
+        adjoint=todist.Replayed(snapshots=1),
+    )
+    with pytest.raises(RuntimeError, match="the loss of step 0 was 3, and is now 12"):
+        torch.autograd.grad(result.params.sum(), w)

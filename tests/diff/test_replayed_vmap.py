@@ -15,7 +15,7 @@ from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import Problem
 
 D = torch.float64
-RECORDED, REPLAYED = todist.Recorded(), todist.Replayed(snapshots=2, sweep="forward")
+RECORDED, REPLAYED = todist.Recorded(), todist.Replayed(snapshots=2)
 
 
 def agree(task: Any, ins: list[Tensor], *batch: Tensor, replayed: Any = REPLAYED) -> tuple[Tensor, ...]:
@@ -55,8 +55,8 @@ def test_first_parameters_meta_tensors_rates_and_batches_that_are_mapped_over(op
         return (made.params(x) - y).square().mean() + (made.losses * torch.arange(1, 4)).sum()
 
     ins = [*problem.net.parameters(), problem.weights, problem.lr, xs]
-    for sweep in ("forward", "reverse"):
-        agree(task, ins, xs, ys, replayed=todist.Replayed(snapshots=2, sweep=sweep))
+    for snapshots in (2, None):
+        agree(task, ins, xs, ys, replayed=todist.Replayed(snapshots=snapshots))
 
 
 def test_samples_with_rates_parameters_and_states_of_their_own_that_stop_by_number():
@@ -157,20 +157,6 @@ class _Cube(torch.autograd.Function):
         return grad * 3 * ctx.saved_tensors[0] ** 2
 
 
-def test_steps_without_forward_mode_are_recorded_by_themselves():
-    p = torch.randn(3, dtype=D, requires_grad=True)
-    xs = torch.randn(4, 3, dtype=D)
-
-    def task(adjoint, x):
-        made = todist.inner_loop(
-            lambda p: _Cube.apply(p * x).sum(), todist.adam(lr=0.1), p, 3, adjoint=adjoint
-        )
-        return made.params.square().sum() + made.losses.sum()
-
-    with pytest.warns(UserWarning, match="steps of an inner loop are recorded one by one"):
-        agree(task, [p], xs, replayed=todist.Replayed(sweep="forward"))
-
-
 def test_a_loop_in_the_loss_and_gradients_of_gradients():
     x = torch.randn(3, 2, dtype=D, requires_grad=True)
     weight = torch.tensor(0.7, dtype=D, requires_grad=True)
@@ -206,7 +192,8 @@ def simple(adjoint: Any, x: Tensor, weight: Tensor) -> Tensor:
     return made.params.square().sum()
 
 
-def test_memory_is_flat_in_the_steps():
+def test_memory_is_flat_in_the_steps(monkeypatch):
+    monkeypatch.setattr("torchopt_dist.diff.replay.SMALL", 0)  # no steps are recorded together
     p = torch.randn(50, dtype=D, requires_grad=True)
     xs = torch.randn(20, 50, dtype=D)
 

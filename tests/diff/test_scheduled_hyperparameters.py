@@ -14,7 +14,7 @@ STEPS = 5
 ADJOINTS = {
     "recorded": (todist.Recorded(), 0),
     "replayed": (todist.Replayed(), 0),
-    "replayed from snapshots": (todist.Replayed(snapshots=2, sweep="forward"), 0),
+    "replayed from snapshots": (todist.Replayed(snapshots=2), 0),
     "truncated": (todist.Truncated(2), STEPS - 2),
     "truncated to the last": (todist.Truncated(1), STEPS - 1),
     "finite difference": (todist.FiniteDifference(), STEPS - 1),

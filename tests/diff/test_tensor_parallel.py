@@ -19,8 +19,8 @@ import torchopt_dist as todist
 ADJOINTS: dict[str, Callable[[], Any]] = {
     "recorded": todist.Recorded,
     "replayed": todist.Replayed,
-    "reverse": lambda: todist.Replayed(snapshots=1, sweep="reverse"),
-    "forward": lambda: todist.Replayed(sweep="forward"),
+    "reverse": lambda: todist.Replayed(snapshots=1),
+    "forward": lambda: todist.Replayed(),
 }
 
 

@@ -94,7 +94,7 @@ def test_a_loss_on_workers_is_replayed_by_recording_its_steps(world):
         made = []
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            for adjoint in (todist.Recorded(), todist.Replayed(sweep="forward")):
+            for adjoint in (todist.Recorded(), todist.Replayed()):
                 adapted = todist.inner_loop(
                     on_workers, todist.sgd(lr=lr), model, [xs, xs], meta=weight, adjoint=adjoint
                 )

@@ -163,8 +163,8 @@ def test_loops_whose_gradient_has_a_third_derivative_have_that_of_differences(wa
     x, y = torch.randn(6, 3, dtype=D), torch.randn(6, 1, dtype=D)
     adjoint: Any = {
         "recorded": todist.Recorded(),
-        "replayed": todist.Replayed(sweep="reverse"),
-        "replayed forward": todist.Replayed(sweep="forward"),
+        "replayed": todist.Replayed(),
+        "replayed forward": todist.Replayed(),
     }.get(way)
 
     def outer(scale: Tensor) -> Tensor:

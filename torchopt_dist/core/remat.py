@@ -12,6 +12,7 @@ the caller: a step, a segment of steps, a block of a model, some rows of an atte
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -24,10 +25,24 @@ from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pull
 from torchopt_dist.core.second_order import guarded, nodes_of, refuse_left_out
 
-__all__ = ["PureFn", "apply"]
+__all__ = ["PureFn", "Segment", "apply"]
 
 PureFn: TypeAlias = Callable[..., Sequence[Tensor]]
 """Tensors → a tuple or a list of tensors, which depend on nothing else, but numbers: the same whenever it is called."""
+
+
+class Segment(ABC):
+    """A function of tensors that brings its own way to gradients of which there is no graph."""
+
+    @abstractmethod
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """The values, with a graph that has derivatives of every order."""
+
+    @abstractmethod
+    def pull(
+        self, tensors: list[Tensor], wanted: list[int], given: list[int], bars: Sequence[Tensor]
+    ) -> Sequence[OptionalTensor]:
+        """The gradients of the arguments at ``wanted``, from those of the values at ``given``."""
 
 
 def apply(function: PureFn, *tensors: Tensor, values: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
@@ -115,6 +130,8 @@ class _Pulled:
     def found(self, tensors: Sequence[Tensor]) -> Sequence[OptionalTensor]:
         """The gradients; ``None`` for an argument that is not used, as far as that can be seen."""
         arguments, bars = list(tensors[: self.count]), tensors[self.count :]
+        if isinstance(self.function, Segment) and not torch.is_grad_enabled():
+            return self.function.pull(arguments, self.wanted, self.given, bars)
         if transforms_are_active():
             points = [arguments[place] for place in self.wanted]
             made: Any = torch.func.vjp(self._function_of(arguments), *points)

@@ -25,6 +25,7 @@ __all__ = [
     "leaf_of",
     "leaves_at",
     "nodes_between",
+    "refuse",
     "tensors_of_batches",
     "tensors_of_meta",
     "tensors_within",
@@ -213,3 +214,18 @@ def leaves_at(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
     for place in places:
         made[place] = leaf_like(made[place])
     return made
+
+
+def refuse(undeclared: Sequence[Tensor]) -> None:
+    """Raise if there are tensors whose gradient would be lost.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if undeclared:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in undeclared)
+        raise ValueError(
+            "`meta` must list every tensor that requires grad and that the loss or the optimizer uses from outside; "
+            f"it lacks {len(undeclared)}, of shape {shapes}: list them, or detach what is to have no gradient (what it "
+            "lists is not followed into TorchScript)"
+        )

@@ -27,6 +27,7 @@ from torchopt_dist._vjp import pulled_back
 from torchopt_dist.core.second_order import why_not_twice, with_refusal
 from torchopt_dist.core.substitution import Substitute
 from torchopt_dist.diff.adjoints._autocast import forget_casts
+from torchopt_dist.diff.adjoints._block_calls import nodes_of_blocks
 from torchopt_dist.diff.adjoints._carry import (
     Batches,
     Carry,
@@ -86,6 +87,9 @@ class Loop:
 
     watch: WatchFn | None = None
     """Is shown each plain step."""
+
+    blocks: tuple[str, ...] = ()
+    """The names of the sub-modules that are computed again, each as a node."""
 
     ranks: Ranks | None = None
     """Those that run this loop together, if it is not this process alone: gradients are means over them."""
@@ -439,6 +443,11 @@ class Loop:
         given = self.model.filled(leaves, [buffer.clone() for buffer in buffers] if buffers else buffers)
         batch = () if self.batches is None else (self.batch(number),)
         try:
+            if self.blocks:
+                with nodes_of_blocks(self) as check:
+                    value = self.loss(given, *batch)
+                check(value[0] if isinstance(value, tuple) else value)
+                return value
             return self.loss(given, *batch)
         except TypeError:
             _check_signature(self.loss, *batch)

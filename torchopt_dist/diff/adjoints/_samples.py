@@ -21,7 +21,7 @@ from torchopt_dist._torch_private import outside_of_transforms, transforms_are_a
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vmap import Values, Vmaps, for_each_sample, values_of, vmaps_to_enter_again
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
-from torchopt_dist.diff.replay._places import has_derivative, of_frozen_parameters
+from torchopt_dist.diff.adjoints._places import has_derivative, of_frozen_parameters
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["Samples", "VmappedLoop", "outcome_of_samples", "over_samples", "samples_around", "samples_for"]

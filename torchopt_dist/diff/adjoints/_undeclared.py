@@ -11,12 +11,12 @@ from torch import Tensor
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import next_sequence_number
 from torchopt_dist.diff.adjoints._carry import WatchFn
-from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, nodes_between
+from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, nodes_between, refuse
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
 
-__all__ = ["refusal_as_it_is", "refuse", "refuse_undeclared", "watched"]
+__all__ = ["refusal_as_it_is", "refuse_undeclared", "watched"]
 
 
 def watched(loop: Loop, around: Samples) -> Loop:
@@ -113,18 +113,3 @@ def refuse_undeclared(
 
 def _leaves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return [leaf for node in nodes_between(outputs, inputs) if (leaf := leaf_of(node)) is not None]
-
-
-def refuse(undeclared: Sequence[Tensor]) -> None:
-    """Raise if there are tensors whose gradient would be lost.
-
-    Raises:
-        ValueError: there are some.
-    """
-    if undeclared:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in undeclared)
-        raise ValueError(
-            "`meta` must list every tensor that requires grad and that the loss or the optimizer uses from outside; "
-            f"it lacks {len(undeclared)}, of shape {shapes}: list them, or detach what is to have no gradient (what it "
-            "lists is not followed into TorchScript)"
-        )

@@ -5,26 +5,33 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from torchopt_dist import pytree
 from torchopt_dist._formulas.attention import attention_by_formula
-from torchopt_dist._options import hinted
+from torchopt_dist._options import unless
+from torchopt_dist.diff.adjoints._block_nodes import by_blocks
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import outcome_of_samples, over_samples, samples_around
+from torchopt_dist.diff.adjoints._store import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
-from torchopt_dist.diff.replay._blockwise import by_blocks
-from torchopt_dist.diff.replay._connected import connected
-from torchopt_dist.diff.replay._plan import Plan
-from torchopt_dist.diff.replay._snapshots import Store, bytes_of, number_of_bytes
-from torchopt_dist.diff.replay._tape import Tape
+from torchopt_dist.diff.replay import replayed
 
 __all__ = ["Replayed"]
 
 
-@hinted
+def _with_sweep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    if "sweep" not in kwargs:
+        return None
+    return (
+        "Replayed got `sweep`, which is no longer an option, since there is one way back through a step: leave it out; "
+        "for less memory give `blocks` or `snapshots`"
+    )
+
+
+@unless(_with_sweep)
 @dataclass(frozen=True)
 class Replayed(Adjoint):
     """The exact gradient without the graph of all steps: steps are run again, and differentiated one by one.
@@ -51,10 +58,6 @@ class Replayed(Adjoint):
             Gradients are then taken block by block: the inputs of all blocks are kept, and the graph of one block at a
             time, which is called once more. What is computed before the first block counts as a block, and so does what
             is computed after the last one.
-        sweep: how an inner gradient is differentiated: ``'forward'`` over reverse mode, which keeps the graph of the
-            loss; or ``'reverse'`` over reverse mode, which keeps that of its gradient. If not given, it is the latter
-            where the loss's intermediate results take less than twice the memory of parameters and state, or less than
-            16 MiB.
         sharded: with ``inner_loop(..., parallel=...)``: each rank keeps its part of snapshots and inner gradients, and
             gathers them when they are needed; ``memory`` is that of one rank. Without ``memory`` and ``snapshots`` each
             is gathered once, and a stretch of the square root of all steps is held whole on the way back; otherwise
@@ -64,8 +67,7 @@ class Replayed(Adjoint):
     Raises:
         TypeError: an argument has the wrong type; from ``inner_loop``: a block returns something else than a tree of
             tensors and numbers.
-        ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; ``sweep`` is neither of these, or
-            ``'reverse'`` with ``blocks``; from ``inner_loop``: ``memory`` is
+        ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; from ``inner_loop``: ``memory`` is
             less than a snapshot takes, a tensor that the loss uses is not in ``meta``, ``blocks`` are not in the module
             or do not compose to its forward, or ``check`` finds a difference.
 
@@ -83,7 +85,6 @@ class Replayed(Adjoint):
     snapshots: int | Literal["all"] | None = None
     store: str | Path | None = None
     blocks: nn.Module | Literal["auto"] | None = None
-    sweep: Literal["forward", "reverse"] | None = None
     sharded: bool = False
     check: bool = False
 
@@ -109,11 +110,6 @@ class Replayed(Adjoint):
             raise TypeError(
                 f"`blocks` must be an nn.Sequential, an nn.ModuleList or 'auto', got {type(self.blocks).__name__}"
             )
-
-        if self.sweep not in (None, "forward", "reverse"):
-            raise ValueError(f"`sweep` must be 'forward' or 'reverse', got {self.sweep!r}")
-        if self.sweep == "reverse" and self.blocks is not None:
-            raise ValueError("`sweep` must be 'forward' with `blocks`, got 'reverse': leave it out")
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
@@ -144,18 +140,12 @@ class Replayed(Adjoint):
 
     def _replayed(self, loop: Loop) -> Outcome:
         store = Store(self.store, loop.ranks if self.sharded else None)
-        gathers_once = store.parts and self.memory is None and self.snapshots in (None, "all")
-        return connected(Tape(loop, self._plan(loop), store, gathers_once, self.sweep, self.check))
+        return replayed(loop, self._slots(loop), store, self.check)
 
-    def _plan(self, loop: Loop) -> Plan:
-        """What there is room for."""
-        steps = max(1, loop.steps)
+    def _slots(self, loop: Loop) -> int | None:
+        """How many starts there is room for; ``None`` for all."""
         if self.memory is None:
-            if self.snapshots in (None, "all"):
-                if loop.is_compiled:  # which makes a gradient again with the rest of the step
-                    return Plan.of_snapshots(steps, steps)
-                return Plan.of_all_gradients(steps)
-            return Plan.of_snapshots(steps, int(self.snapshots or 1))
+            return None if self.snapshots in (None, "all") else int(self.snapshots or 1)
         moved = [loop.first.params[place] for place in loop.model.moved_places]
         size = max(1, bytes_of([*moved, *pytree.flatten(loop.first.state)[0], *loop.first.buffers]))
         budget = number_of_bytes(self.memory)
@@ -165,4 +155,4 @@ class Replayed(Adjoint):
             raise ValueError(
                 f"`memory` must have room for one snapshot, which takes {size:,} bytes, got {self.memory!r}"
             )
-        return Plan.of_memory(steps, budget, size, max(1, bytes_of([*moved, *loop.first.buffers])))
+        return budget // size

@@ -1,50 +1,22 @@
-"""A loop, an ``nn.Sequential`` or ``nn.ModuleList`` of its model → the loop, its gradients taken block by block."""
+"""A loop, an ``nn.Sequential`` or ``nn.ModuleList`` of its model → the loop, with the names of its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchopt_dist._torch_private import children_of
-from torchopt_dist.diff.adjoints._carry import LookFn
-from torchopt_dist.diff.adjoints._loop import Evaluation, Loop
+from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._model import ModuleModel
-from torchopt_dist.diff.adjoints._samples import VmappedLoop
 from torchopt_dist.diff.adjoints._shards import ShardedModel
-from torchopt_dist.diff.replay._blocks import sweep
 
-__all__ = ["BlockwiseLoop", "by_blocks"]
-
-
-@dataclass(frozen=True)
-class BlockwiseLoop(Loop):
-    """A loop whose gradients are taken block by block, but where they are recorded."""
-
-    blocks: tuple[str, ...] = ()
-    """The names of the blocks in the model, in their order."""
-
-    def swept(
-        self,
-        params: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        number: int,
-        wanted: Sequence[Tensor],
-        look: LookFn,
-    ) -> Evaluation:
-        """As :meth:`Loop.swept`; ``look`` is shown each part of the graph."""
-        return sweep(self, self.blocks, params, buffers, number, wanted, look)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VmappedBlockwiseLoop(VmappedLoop, BlockwiseLoop):
-    """Such a loop for many samples at a time."""
+__all__ = ["by_blocks"]
 
 
 def by_blocks(loop: Loop, blocks: nn.Module | Literal["auto"]) -> Loop:
-    """The same loop, whose gradients are taken block by block.
+    """The same loop, with the names of its blocks.
 
     Args:
         loop: the loop.
@@ -71,9 +43,7 @@ def by_blocks(loop: Loop, blocks: nn.Module | Literal["auto"]) -> Loop:
     found = [f"{within}.{name}" if within else name for name, part in children_of(blocks).items() if part]
     if not found:
         raise ValueError(f"`blocks` must have modules in it, got an empty {type(blocks).__name__}")
-    settings: dict[str, Any] = {field.name: getattr(loop, field.name) for field in fields(loop)}
-    kind = VmappedBlockwiseLoop if isinstance(loop, VmappedLoop) else BlockwiseLoop
-    return kind(**settings, blocks=tuple(found))
+    return replace(loop, model=loop.model.in_blocks(found), blocks=tuple(found))
 
 
 def _widest(module: nn.Module) -> nn.Module:

@@ -1,0 +1,457 @@
+"""A loop, how much to keep of it → the loop run without a graph, and the exact gradient by running its steps again.
+
+A segment of steps is one node of the graph, a :mod:`~torchopt_dist.core.remat`: it keeps what the segment starts from.
+When its gradient is asked for, the segment is run again as smaller ones, a node each; the last of these is gone through
+at once, so it needs no node. A segment of a unit, which is one step or a few small ones, is recorded. The gradient of
+a node is a node itself where it is recorded, so derivatives of every order need the graph of one unit at a time.
+
+The plan is two numbers: ``slots``, how many starts are kept at a time, and the least ``r`` so that no step is run again
+more than ``r`` times: ``C(slots + r, slots) - 1`` units are reached, which is the most that is possible [Griewank and
+Walther, Algorithm 799: revolve, 2000; there the sweep ends before the last step, here the outer loss comes after it].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchopt_dist import pytree
+from torchopt_dist._formulas.attention import attention_by_formula
+from torchopt_dist._torch_private import bytes_of_results, memory_is_shared, outside_of_transforms
+from torchopt_dist._types import OptionalTensor
+from torchopt_dist._vjp import pulled_back
+from torchopt_dist.core import remat
+from torchopt_dist.core.second_order import refuse_left_out
+from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
+from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome
+from torchopt_dist.diff.adjoints._declared import (
+    depend_on_each_other,
+    leaf_like,
+    leaf_of,
+    nodes_between,
+    refuse,
+)
+from torchopt_dist.diff.adjoints._loop import Loop
+from torchopt_dist.diff.adjoints._places import state_places
+from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._store import Store, bytes_of
+
+__all__ = ["lengths", "replayed"]
+
+SMALL = 1 << 24
+"""Bytes of recorded steps that are no matter: so many steps as these are recorded together."""
+OF_LOSS = 4
+"""The graph of a recorded step takes about so many times that of its loss."""
+
+
+def lengths(units: int, slots: int, *, again: bool) -> list[int]:
+    """How many units each segment has, the first one first, so that the fewest steps are run again.
+
+    Args:
+        units: how many there are.
+        slots: how many starts can be kept, that of the first segment among them. The segments have one less from each
+            to the next.
+        again: whether the last segment is gone through at once, as one unit that needs no slot.
+    """
+    slots = min(slots, units)
+    r = 1
+    while math.comb(slots + r, slots) - (not again) < units:
+        r += 1
+    least = [math.comb(left + r - 2, left) for left in range(slots, 0, -1)]
+    most = [math.comb(left + r - 1, left) for left in range(slots, 0, -1)]
+    rest = units - again - sum(least)
+    for place in reversed(range(slots)):
+        more = min(max(rest, 0), most[place] - least[place])
+        least[place] += more
+        rest -= more
+    for place in range(slots):  # where there are fewer units than the least
+        less = min(max(-rest, 0), least[place])
+        least[place] -= less
+        rest += less
+    return [*least, *[1] * again]
+
+
+def replayed(loop: Loop, slots: int | None, store: Store, check: bool) -> Outcome:
+    """Run a loop without a graph, and connect its outcome.
+
+    Args:
+        loop: the loop.
+        slots: how many starts are kept at a time; ``None``: of all units.
+        store: where they are kept.
+        check: whether to run the first step twice, and demand the same loss and gradients.
+
+    Raises:
+        ValueError: the loss depends on tensors that are not declared, makes buffers depend on parameters, or is not the
+            same when it is called again.
+    """
+    return _Replay(loop, slots, store, check).run()
+
+
+@dataclass
+class _Replay:
+    loop: Loop
+    slots: int | None
+    store: Store
+    check: bool
+    unit: int = 1
+    """How many steps are recorded together."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Of the steps, when they ran first."""
+
+    def __post_init__(self) -> None:
+        self.autocast = current_autocast()
+        given = self.loop.declared
+        self.declared = list(given)
+        # Tensors that depend on each other are exchanged for leaves while a step runs: otherwise what one gets by way
+        # of another would count twice. So are those that a loop around this one has exchanged, which it takes back.
+        if self.loop.is_substituted or depend_on_each_other(self.loop.tensors):
+            self.declared = [leaf_like(tensor) for tensor in self.loop.others or given]
+            self.loop = replace(self.loop, others=tuple(self.declared))
+        self.places = state_places(self.loop)
+        self.count = len(self.loop.model.moved_places) + len(self.places)
+        self.watched = replace(self.loop, watch=self._watch)
+        self.once = self.loop.without_stop()
+        """The loop whose gradients are not differentiated again."""
+        self.refused = False
+
+    def run(self) -> Outcome:
+        """Run all steps, and connect each segment as it ends."""
+        given = self.loop.joined or self.loop.declared
+        tensors = self.tensors(self.loop.first)
+        if (
+            self.loop.others is not None
+        ):  # views are of what a loop around this one has put in the places of these
+            given, tensors = [x.view_as(x) for x in given], [x.view_as(x) for x in tensors]
+        chain = _Chain(self, list(given), tensors, self.loop.first)
+        ends: dict[int, int] = {}
+
+        def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
+            if number in ends:
+                chain.connect(number, ends[number], self.loop.own(carry))
+            if self.loop.is_compiled and number > 0:
+                after, loss, aux = self.loop.training_step(carry, number)
+            else:
+                found = self.watched.gradient(carry, number, record=False)
+                if self.check and number == 0:
+                    self._check(found, carry)
+                after, loss, aux = self.watched.trained(carry, found), found.loss, found.aux
+            self.losses.append(loss)
+            if number == 0:
+                ends.update(self._ends())
+            return after, loss, aux
+
+        with attention_by_formula():
+            outcome = self.loop.run(step, self.loop.own(self.loop.first))
+        self.loop.model.let_go()
+        if self.losses:
+            number = len(self.losses)
+            left = [slots for end, slots in ends.items() if end >= number]
+            last = outcome.carry
+            kept = [_own(x) for x in self.tensors(last)]
+            chain.connect(number, left[0], self.carry(kept, last))
+        rest = outcome.carry
+        losses = [loss for made in chain.losses for loss in made.unbind()]
+        return Outcome(self.carry(chain.tensors, rest), losses, outcome.aux)
+
+    def _ends(self) -> dict[int, int]:
+        """The number of the step before which each segment ends → the slots that it has."""
+        units = -(-self.loop.steps // self.unit)
+        slots = min(self.slots or units, units)
+        ends, at = {}, 0
+        for place, count in enumerate(lengths(units, slots, again=False)):
+            if count:
+                at += count * self.unit
+                ends[at] = slots - place
+        return ends
+
+    def tensors(self, carry: Carry) -> list[Tensor]:
+        """The tensors of a carry that may have a gradient: moved parameters, then leaves of the state."""
+        state = pytree.flatten(carry.state)[0]
+        moved = [carry.params[place] for place in self.loop.model.moved_places]
+        return [*moved, *(state[place] for place in self.places)]
+
+    def carry(self, tensors: Sequence[Tensor], rest: Carry) -> Carry:
+        """The carry with these tensors, and all else from another one."""
+        model = self.loop.model
+        params, (state, spec) = list(rest.params), pytree.flatten(rest.state)
+        for place, tensor in zip(model.moved_places, tensors, strict=False):
+            params[place] = tensor
+        for place, tensor in zip(self.places, tensors[len(model.moved_places) :], strict=True):
+            state[place] = tensor
+        params = [params[place] for place in model.first_places]
+        return Carry(params, pytree.unflatten(spec, state), rest.buffers)
+
+    def rest(self, carry: Carry) -> Carry:
+        """A carry without its tensors that may have a gradient."""
+        return self.carry([_NOTHING] * self.count, carry)
+
+    def node(self, segment: _Segment, tensors: Sequence[Tensor], values: list[Tensor]) -> list[Tensor]:
+        """Connect the values of a segment to the tensors that it was given, as one node that keeps these."""
+        with self._away(tensors[: self.count]):
+            return list(remat.apply(segment, *tensors, values=values))
+
+    def _away(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+        """A context in which a node keeps its first arguments where the caller wants them."""
+        if not self.store.copies:
+            return nullcontext()
+        give = self.store.keep(Carry(list(tensors), None, []))
+        places, waiting = iter(range(len(tensors))), dict[int, Tensor]()
+
+        def pack(tensor: Tensor) -> Any:
+            place = next(places, None)
+            return tensor if place is None else place
+
+        def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            if kept not in waiting:
+                waiting.update(enumerate(give().params))
+            return waiting.pop(kept)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def graph(
+        self, loop: Loop, segment: _Segment, now: Sequence[Tensor], declared: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The values of a segment with a graph: nodes for all parts but the last, of which the steps are recorded.
+
+        Args:
+            loop: the loop.
+            segment: the segment.
+            now: the tensors that it starts from.
+            declared: what stands for the declared tensors.
+        """
+        losses: list[Tensor] = []
+        rest, at = segment.rest, segment.first
+        units = -(-(segment.end - at) // self.unit)
+        if units > 1:
+            slots = min(segment.slots, units - 1)
+            *parts, last = lengths(units, slots, again=True)
+            if (
+                loop is not self.once
+            ):  # its derivative begins with the first step, so none is gone through at once
+                parts.append(last)
+            for place, count in enumerate(parts):
+                if count:
+                    part = _Segment(
+                        self, at, min(at + count * self.unit, segment.end), max(1, slots - place), rest
+                    )
+                    after = self._plain(part, now)
+                    made = self.node(part, [*now, *declared], after.values)
+                    now, rest, at = made[:-1], after.rest, part.end
+                    losses.append(made[-1])
+        if at == segment.end:
+            return [*now, torch.cat(losses)]
+        outcome = loop.run(loop.recorded_step, self.carry(now, rest), at, segment.end)
+        self._compare(at, outcome.losses)
+        losses.append(torch.stack(outcome.losses))
+        return [*self.tensors(outcome.carry), torch.cat(losses)]
+
+    def _plain(self, part: _Segment, tensors: Sequence[Tensor]) -> _After:
+        with torch.no_grad():
+            loop = self.loop.without_stop()
+            begin = loop.own(self.carry([x.detach() for x in tensors], part.rest))
+            outcome = loop.run(loop.training_step, begin, part.first, part.end)
+            self._compare(part.first, outcome.losses)
+            values = [*self.tensors(outcome.carry), torch.stack(outcome.losses)]
+            return _After(values, self.rest(outcome.carry))
+
+    def pull(
+        self,
+        segment: _Segment,
+        tensors: Sequence[Tensor],
+        wanted: Sequence[int],
+        given: Sequence[int],
+        bars: Sequence[Tensor],
+    ) -> Sequence[OptionalTensor]:
+        """Gradients of a segment's values → of its arguments, of which there is no graph."""
+        # Declared tensors stand for themselves, which takes no exchange while a step runs.
+        points: list[Tensor] = [x.detach() for x in tensors[: self.count]]
+        for place in wanted:
+            if place < self.count:
+                points[place].requires_grad_()
+        now = points[: self.count]
+        points += self.declared
+        one = segment.end - segment.first == 1
+        with self.contexts():
+            if one and self.loop.is_compiled:
+                return self._pulled_step(segment, now, wanted, given, bars)
+            with torch.enable_grad():
+                values = self.graph(self.once, segment, now, self.declared)
+                inputs = [points[place] for place in wanted]
+                if not self.refused:  # what the optimizer uses; the losses have been looked at as they ran
+                    self.refused = True
+                    if undeclared := _undeclared(values, points):  # unless the loss makes others each time
+                        again = self.graph(self.once, segment, now, self.declared)
+                        found = {id(leaf) for leaf in _undeclared(again, points)}
+                        refuse([leaf for leaf in undeclared if id(leaf) in found])
+                refuse_left_out([values[place] for place in given], points)
+                return pulled_back([values[place] for place in given], bars, inputs)
+
+    def _pulled_step(
+        self,
+        segment: _Segment,
+        now: Sequence[Tensor],
+        wanted: Sequence[int],
+        given: Sequence[int],
+        bars: Sequence[Tensor],
+    ) -> Sequence[OptionalTensor]:
+        weights: list[OptionalTensor] = [None] * (self.count + 1)
+        for place, bar in zip(given, bars, strict=True):
+            weights[place] = bar
+        if weights[-1] is not None:
+            weights[-1] = weights[-1].reshape(())
+        carry = self.carry(now, segment.rest)
+        found = self.loop.pulled_step(carry, segment.first, self.places, self.declared, weights)
+        return [found[place] for place in wanted]
+
+    @property
+    def recorded(self) -> Loop:
+        """The loop whose gradients are differentiated again."""
+        return self.loop.uncompiled().without_stop()
+
+    @contextmanager
+    def contexts(self) -> Iterator[None]:
+        """The contexts in which a step runs: those in which the loop ran, with attention that has all derivatives."""
+        with ExitStack() as stack:
+            stack.enter_context(self.loop.failing())
+            if self.loop.samples:
+                stack.enter_context(outside_of_transforms())
+            stack.enter_context(kept_generators())
+            stack.enter_context(attention_by_formula())
+            stack.enter_context(self.autocast.again())
+            yield
+            forget_casts()
+
+    def _watch(
+        self,
+        carry: Carry,
+        number: int,
+        outputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        if number == 0:
+            self._choose_unit(outputs[0])
+        given = [*leaves, *self.declared]
+        if undeclared := _undeclared(
+            outputs, given
+        ):  # unless the loss has made them, which makes others each time
+            again, _aux, _buffers = self.loop.evaluate(carry.params, carry.buffers, number)
+            found = {id(leaf) for leaf in _undeclared([again], self.declared)}
+            refuse([leaf for leaf in undeclared if id(leaf) in found])
+        if any(buffer.requires_grad for buffer in buffers):
+            shapes = ", ".join(str(tuple(buffer.shape)) for buffer in buffers if buffer.requires_grad)
+            raise ValueError(
+                "`loss` must not make buffers of a module depend on its parameters, since a replay takes them for "
+                f"constants: detach those of shape {shapes}, or use todist.Recorded()"
+            )
+
+    def _choose_unit(self, loss: Tensor) -> None:
+        if self.loop.is_compiled or self.loop.ranks is not None or self.loop.blocks:
+            return
+        graph = sum(map(bytes_of_results, nodes_between([loss], [])))
+        own = bytes_of(self.tensors(self.loop.first))
+        self.unit = max(1, min(SMALL // max(1, OF_LOSS * (graph + own)), math.isqrt(self.loop.steps)))
+
+    def _check(self, found: Evaluation, carry: Carry) -> None:
+        again = self.watched.gradient(carry, 0, record=False)
+        for one, other in [(found.loss, again.loss), *zip(found.grads, again.grads, strict=True)]:
+            if one is not None and other is not None and not torch.equal(one, other):
+                raise ValueError(
+                    "`loss` must give the same for the same parameters, batch and seed, since a replay runs it again; "
+                    f"a second call differs by {(one - other).abs().max().item():.3g}"
+                )
+
+    def _compare(self, first: int, losses: Sequence[Tensor]) -> None:
+        """Raise unless steps that are run again have the losses that they had, but for rounding."""
+        now = torch.stack([loss.detach() for loss in losses])
+        had = torch.stack(self.losses[first : first + len(losses)])
+        eps = torch.finfo(now.dtype).eps
+        same = torch.isclose(now, had, rtol=eps**0.5, atol=eps**0.75, equal_nan=True)
+        if not bool(same.all()):
+            flat = same.reshape(len(losses), -1).all(1)
+            place = int((~flat).nonzero()[0])
+            one, other = (x.reshape(len(losses), -1)[place].tolist() for x in (had, now))
+            raise RuntimeError(
+                "`loss` must give the same whenever a step is run again: the loss of step "
+                f"{first + place} was {', '.join(f'{x:.6g}' for x in one)}, and is now "
+                f"{', '.join(f'{x:.6g}' for x in other)}; something that it uses was changed in between, or its random "
+                "numbers are not torch's"
+            )
+
+
+_NOTHING: Any = None
+
+
+@dataclass
+class _After:
+    """What a segment has made."""
+
+    values: list[Tensor]
+    rest: Carry
+
+
+class _Chain:
+    """The segments that have been run, connected."""
+
+    def __init__(self, replay: _Replay, declared: list[Tensor], tensors: list[Tensor], first: Carry) -> None:
+        self._replay, self._declared = replay, declared
+        self.tensors, self._rest, self._at = tensors, replay.rest(first), 0
+        self.losses: list[Tensor] = []
+
+    def connect(self, end: int, slots: int, carry: Carry) -> None:
+        """Connect the last segment, which has ended before a step with a carry."""
+        replay = self._replay
+        segment = _Segment(replay, self._at, end, slots, self._rest)
+        values = [*replay.tensors(carry), torch.stack(replay.losses[self._at : end])]
+        made = replay.node(segment, [*self.tensors, *self._declared], values)
+        self.tensors, self._rest, self._at = made[:-1], replay.rest(carry), end
+        self.losses.append(made[-1])
+
+
+@dataclass
+class _Segment(remat.Segment):
+    """Tensors that a step starts from, declared tensors → those that a later step starts from, losses in between."""
+
+    replay: _Replay
+    first: int
+    end: int
+    """The number of the step after the last one."""
+    slots: int
+    """How many starts may be kept, its own among them."""
+    rest: Carry
+    """What else it starts from."""
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        replay = self.replay
+        now, declared = tensors[: replay.count], tensors[replay.count :]
+        loop = replay.recorded
+        if declared:
+            loop = replace(loop, others=tuple(declared))
+        with replay.contexts():
+            return replay.graph(loop, self, now, declared)
+
+    def pull(
+        self, tensors: list[Tensor], wanted: list[int], given: list[int], bars: Sequence[Tensor]
+    ) -> Sequence[OptionalTensor]:
+        return self.replay.pull(self, tensors, wanted, given, bars)
+
+
+def _undeclared(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves that require grad, on which outputs depend, and that are not among those given."""
+    known = {id(one) for one in given}
+    nodes = nodes_between(outputs, [one for one in given if one.grad_fn is not None])  # others are leaves
+    found = [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
+    return [leaf for leaf in found if id(leaf) not in known]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The same values, which may be overwritten: in the same memory, if nothing else holds it."""
+    return tensor.detach().clone() if memory_is_shared(tensor) else tensor.detach()

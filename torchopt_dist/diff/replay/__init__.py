@@ -1,1 +1,0 @@
-"""A loop whose steps were not recorded → its gradient: snapshots, and a backward pass of one step at a time."""
