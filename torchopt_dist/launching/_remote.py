@@ -162,8 +162,9 @@ class RemoteMachine(Machine):
         ended = asyncio.create_task(self._process.wait_closed())
         try:
             while not ended.done():
-                with contextlib.suppress(OSError):
-                    self._process.stdin.write(b"\0")
+                if not self._process.stdin.is_closing():  # or asyncio warns, over and over
+                    with contextlib.suppress(OSError):
+                        self._process.stdin.write(b"\0")
                 await asyncio.wait([ended], timeout=self._options.liveness.between_signs)
             self._why_lost = await self._how_it_ended()
         finally:
