@@ -99,6 +99,7 @@ def _seen_after_steps(net: nn.Sequential, keep: bool) -> tuple[int, tuple[list[o
         for _ in range(2):
             made.extend(map(weakref.ref, clone.parameters()))
             inner.step(clone(x).square().mean())
+            made.extend(map(weakref.ref, clone.parameters()))
         loss = clone(x).square().mean()
         kept.extend([clone] if keep else [])
         del clone, inner
