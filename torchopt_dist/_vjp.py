@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import OptionalTensor
@@ -86,13 +87,15 @@ def pulled_back(
 ) -> list[OptionalTensor]:
     """Gradients of outputs, ``None`` for zero → gradients of inputs, ``None`` for one that is not used.
 
-    An output that is ``None``, or that has no graph, is left out. The graphs are as with ``torch.autograd.grad``.
+    An output that is ``None``, or that has no graph, is left out. The graphs are as with ``torch.autograd.grad``. Only
+    edges of the graph are held of the outputs: what nobody else holds is freed before.
     """
     pairs = [
-        (x, bar)
+        (get_gradient_edge(x), bar)
         for x, bar in zip(outputs, bars, strict=True)
         if x is not None and bar is not None and x.requires_grad
     ]
+    del outputs
     if not pairs or not inputs:
         return [None] * len(inputs)
     values, weights = zip(*pairs, strict=True)

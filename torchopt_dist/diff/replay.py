@@ -13,7 +13,7 @@ Walther, Algorithm 799: revolve, 2000; there the sweep ends before the last step
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,9 +23,10 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist._formulas.attention import attention_by_formula
+from torchopt_dist._free_memory import give_back
 from torchopt_dist._torch_private import bytes_of_results, memory_is_shared, outside_of_transforms
 from torchopt_dist._types import OptionalTensor
-from torchopt_dist._vjp import pulled_back
+from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.core import remat
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
@@ -41,6 +42,7 @@ from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._places import state_places
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._store import Store, bytes_of
+from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared
 
 __all__ = ["lengths", "replayed"]
 
@@ -118,7 +120,8 @@ class _Replay:
         self.watched = replace(self.loop, watch=self._watch)
         self.once = self.loop.without_stop()
         """The loop whose gradients are not differentiated again."""
-        self.refused = False
+        self.has_looked = False
+        """Whether it is known that steps use no other tensors than declared ones; losses are looked at as they run."""
 
     def run(self) -> Outcome:
         """Run all steps, and connect each segment as it ends."""
@@ -196,11 +199,16 @@ class _Replay:
         with self._away(tensors[: self.count]):
             return list(remat.apply(segment, *tensors, values=values))
 
+    def kept(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Keep the start of a segment where the caller wants it."""
+        give = self.store.keep(Carry(tensors, None, []))
+        return lambda: give().params
+
     def _away(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
         """A context in which a node keeps its first arguments where the caller wants them."""
         if not self.store.copies:
             return nullcontext()
-        give = self.store.keep(Carry(list(tensors), None, []))
+        give = self.kept(list(tensors))
         places, waiting = iter(range(len(tensors))), dict[int, Tensor]()
 
         def pack(tensor: Tensor) -> Any:
@@ -211,7 +219,7 @@ class _Replay:
             if isinstance(kept, Tensor):
                 return kept
             if kept not in waiting:
-                waiting.update(enumerate(give().params))
+                waiting.update(enumerate(give()))
             return waiting.pop(kept)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -227,33 +235,26 @@ class _Replay:
             now: the tensors that it starts from.
             declared: what stands for the declared tensors.
         """
+        if segment.end - segment.first <= self.unit:
+            return self.recorded_unit(loop, segment, now)
         losses: list[Tensor] = []
-        rest, at = segment.rest, segment.first
-        units = -(-(segment.end - at) // self.unit)
-        if units > 1:
-            slots = min(segment.slots, units - 1)
-            *parts, last = lengths(units, slots, again=True)
-            if (
-                loop is not self.once
-            ):  # its derivative begins with the first step, so none is gone through at once
-                parts.append(last)
-            for place, count in enumerate(parts):
-                if count:
-                    part = _Segment(
-                        self, at, min(at + count * self.unit, segment.end), max(1, slots - place), rest
-                    )
-                    after = self._plain(part, now)
-                    made = self.node(part, [*now, *declared], after.values)
-                    now, rest, at = made[:-1], after.rest, part.end
-                    losses.append(made[-1])
-        if at == segment.end:
-            return [*now, torch.cat(losses)]
-        outcome = loop.run(loop.recorded_step, self.carry(now, rest), at, segment.end)
-        self._compare(at, outcome.losses)
-        losses.append(torch.stack(outcome.losses))
-        return [*self.tensors(outcome.carry), torch.cat(losses)]
+        rest = segment.rest
+        for part in self.parts(segment):  # its derivative begins with the first step
+            part = replace(part, rest=rest)
+            after = self.plain(part, now)
+            *now, of_part = self.node(part, [*now, *declared], after.values)
+            rest = after.rest
+            losses.append(of_part)
+        return [*now, torch.cat(losses)]
 
-    def _plain(self, part: _Segment, tensors: Sequence[Tensor]) -> _After:
+    def recorded_unit(self, loop: Loop, unit: _Segment, now: Sequence[Tensor]) -> list[Tensor]:
+        """The values of a unit with the graph of its steps."""
+        outcome = loop.run(loop.recorded_step, self.carry(now, unit.rest), unit.first, unit.end)
+        self._compare(unit.first, outcome.losses)
+        return [*self.tensors(outcome.carry), torch.stack(outcome.losses)]
+
+    def plain(self, part: _Segment, tensors: Sequence[Tensor]) -> _After:
+        """Run a segment without a graph."""
         with torch.no_grad():
             loop = self.loop.without_stop()
             begin = loop.own(self.carry([x.detach() for x in tensors], part.rest))
@@ -271,45 +272,26 @@ class _Replay:
         bars: Sequence[Tensor],
     ) -> Sequence[OptionalTensor]:
         """Gradients of a segment's values → of its arguments, of which there is no graph."""
-        # Declared tensors stand for themselves, which takes no exchange while a step runs.
-        points: list[Tensor] = [x.detach() for x in tensors[: self.count]]
-        for place in wanted:
-            if place < self.count:
-                points[place].requires_grad_()
-        now = points[: self.count]
-        points += self.declared
-        one = segment.end - segment.first == 1
-        with self.contexts():
-            if one and self.loop.is_compiled:
-                return self._pulled_step(segment, now, wanted, given, bars)
-            with torch.enable_grad():
-                values = self.graph(self.once, segment, now, self.declared)
-                inputs = [points[place] for place in wanted]
-                if not self.refused:  # what the optimizer uses; the losses have been looked at as they ran
-                    self.refused = True
-                    if undeclared := _undeclared(values, points):  # unless the loss makes others each time
-                        again = self.graph(self.once, segment, now, self.declared)
-                        found = {id(leaf) for leaf in _undeclared(again, points)}
-                        refuse([leaf for leaf in undeclared if id(leaf) in found])
-                refuse_left_out([values[place] for place in given], points)
-                return pulled_back([values[place] for place in given], bars, inputs)
-
-    def _pulled_step(
-        self,
-        segment: _Segment,
-        now: Sequence[Tensor],
-        wanted: Sequence[int],
-        given: Sequence[int],
-        bars: Sequence[Tensor],
-    ) -> Sequence[OptionalTensor]:
         weights: list[OptionalTensor] = [None] * (self.count + 1)
         for place, bar in zip(given, bars, strict=True):
             weights[place] = bar
-        if weights[-1] is not None:
-            weights[-1] = weights[-1].reshape(())
-        carry = self.carry(now, segment.rest)
-        found = self.loop.pulled_step(carry, segment.first, self.places, self.declared, weights)
+        back = _Back(self, [place - self.count for place in wanted if place >= self.count])
+        with self.contexts():
+            found = back.through(segment, [x.detach() for x in tensors[: self.count]], weights)
+        found += back.sums
         return [found[place] for place in wanted]
+
+    def parts(self, segment: _Segment) -> list[_Segment]:
+        """The segments as which one of several units is run again, each with the start of the whole."""
+        units = -(-(segment.end - segment.first) // self.unit)
+        slots = min(segment.slots, units - 1)
+        found, at = [], segment.first
+        for place, count in enumerate(lengths(units, slots, again=True)):
+            if count:
+                end = min(at + count * self.unit, segment.end)
+                found.append(replace(segment, first=at, end=end, slots=max(1, slots - place)))
+                at = end
+        return found
 
     @property
     def recorded(self) -> Loop:
@@ -396,6 +378,77 @@ class _After:
 
     values: list[Tensor]
     rest: Carry
+
+
+class _Back:
+    """The way back through a segment, of which there is no graph: from its last unit to the first one.
+
+    Args:
+        replay: whose segments these are.
+        wanted: the places of declared tensors whose gradients are asked for.
+    """
+
+    def __init__(self, replay: _Replay, wanted: Sequence[int]) -> None:
+        self._replay, self._wanted = replay, wanted
+        self.sums: list[OptionalTensor] = [None] * len(replay.declared)
+        """The gradients of declared tensors, so far."""
+
+    def through(
+        self, segment: _Segment, now: list[Tensor], weights: list[OptionalTensor]
+    ) -> list[OptionalTensor]:
+        """Gradients of a segment's values → of the tensors that it starts from."""
+        replay = self._replay
+        if segment.end - segment.first <= replay.unit:
+            return self._unit(segment, now, weights)
+        *bars, of_losses = weights
+        weights.clear()
+        starts: list[tuple[_Segment, Callable[[], list[Tensor]]]] = []
+        rest = segment.rest
+        for part in replay.parts(segment):
+            part = replace(part, rest=rest)
+            starts.append((part, replay.kept(now) if starts else lambda now=now: now))
+            if part.end < segment.end:
+                after = replay.plain(part, now)
+                *now, _losses = after.values
+                rest = after.rest
+                del after
+        del now  # only `starts` has it, until it is used
+        while starts:
+            part, give = starts.pop()
+            if of_losses is not None:
+                bars.append(of_losses[part.first - segment.first : part.end - segment.first])
+            else:
+                bars.append(None)
+            bars = self.through(part, give(), bars)
+        return bars
+
+    def _unit(self, unit: _Segment, now: list[Tensor], weights: list[OptionalTensor]) -> list[OptionalTensor]:
+        replay = self._replay
+        declared = [replay.declared[place] for place in self._wanted]
+        look = None if replay.has_looked else refuse_undeclared
+        replay.has_looked = True
+        loop = replay.once
+        with torch.enable_grad():
+            if unit.end - unit.first == 1:
+                if (of_losses := weights[-1]) is not None:
+                    weights[-1] = of_losses.reshape(loop.samples)
+                carry = replay.carry(now, unit.rest)
+                found = loop.pulled_step(carry, unit.first, replay.places, declared, weights, look)
+            else:
+                points = [leaf_like(x) for x in now]
+                values = replay.recorded_unit(loop, unit, points)
+                inputs = [*points, *declared]
+                if look is not None:
+                    look(
+                        values, [*points, *replay.declared], lambda: replay.recorded_unit(loop, unit, points)
+                    )
+                refuse_left_out(values, inputs)
+                found = pulled_back(values, weights, inputs)
+        for place, more in zip(self._wanted, found[replay.count :], strict=True):
+            self.sums[place] = plus(self.sums[place], more)
+        if loop.blocks:  # where memory is worth more than time
+            give_back()
+        return found[: replay.count]
 
 
 class _Chain:

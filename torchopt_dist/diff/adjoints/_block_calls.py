@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,18 @@ from torchopt_dist._torch_private import (
     next_sequence_number,
     sequence_numbers,
     tensor_version,
-    transforms_are_active,
 )
 from torchopt_dist._types import TensorContainer
+from torchopt_dist._vmap import Values
 from torchopt_dist.core import remat
 from torchopt_dist.diff.adjoints._autocast import current_autocast
 from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between, refuse
 from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._samples import Samples, samples_around
 from torchopt_dist.nn import _tensor_dicts
+
+if TYPE_CHECKING:
+    from torchopt_dist.diff.adjoints._loop import Loop
 
 __all__ = ["nodes_of_blocks"]
 
@@ -37,7 +41,7 @@ Held = list[tuple[TensorContainer, str, Any]]
 
 
 @contextmanager
-def nodes_of_blocks(loop: Any) -> Iterator[Callable[[Any], None]]:
+def nodes_of_blocks(loop: Loop) -> Iterator[Callable[[Any], None]]:
     """A context in which the blocks of a loop's model are nodes, where gradients are recorded.
 
     Returns:
@@ -67,7 +71,7 @@ def nodes_of_blocks(loop: Any) -> Iterator[Callable[[Any], None]]:
 class _Calls:
     """The calls of blocks in one evaluation of a loss."""
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.points: dict[int, tuple[Tensor, str]] = {}
         """Leaves that a block was called with at first, and its name: what is made of them is not connected."""
@@ -78,13 +82,18 @@ class _Calls:
         self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a block; its usual forward, if there is to be no gradient."""
-        if not torch.is_grad_enabled():
+        around = samples_around() if torch.is_grad_enabled() else None
+        if around is None:  # there is no gradient, or it is taken in another transformation than `vmap`
             return forward(*args, **kwargs)
-        return _Call(self, name, block, forward, (args, kwargs)).connected()
+        return _Call(self, name, block, forward, (args, kwargs), around).connected()
 
     def check(self, loss: Any) -> None:
         """Check that what was made in blocks came here as their results, and that what they overwrote is not used."""
-        if not isinstance(loss, Tensor) or not loss.requires_grad or transforms_are_active():
+        around = samples_around()
+        if not isinstance(loss, Tensor) or around is None:
+            return
+        [(loss, _)] = around.values([loss])
+        if not loss.requires_grad:
             return
         used = [(edge_of(loss), next_sequence_number())]
         for node in nodes_between([loss], []):
@@ -110,54 +119,101 @@ class _Calls:
             )
 
 
+class _Place(NamedTuple):
+    """Stands for a tensor that the call depends on."""
+
+    number: int
+    dims: tuple[int | None, ...]
+    """Which dimensions count samples, as in :class:`Values`."""
+
+
 class _Call:
-    """One call of a block; the tensors that it is made of → those that it returns."""
+    """One call of a block; the values of the tensors that it is made of → those of the tensors that it returns."""
 
     def __init__(
-        self, calls: _Calls, name: str, block: nn.Module, forward: Callable[..., Any], arguments: Any
+        self,
+        calls: _Calls,
+        name: str,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Any,
+        around: Samples,
     ) -> None:
         self.calls, self.loop, self.name, self.forward = calls, calls.loop, name, forward
-        self.given, self.spec = pytree.flatten(arguments)
-        self.params = _held(_tensor_dicts.parameter_containers(block))
+        self.around = around
+        self.tensors: list[Tensor] = []
+        """The values of what the call depends on, until it is connected."""
+        self.numbers: dict[int, int] = {}
+        given, self.spec = pytree.flatten(arguments)
+        self.given = list(map(self._placed, given))
+        arguments_count = len(self.tensors)
+        self.params = [
+            (container, key, self._placed(x))
+            for container, key, x in _held(_tensor_dicts.parameter_containers(block))
+        ]
+        held = {x.number for _, _, x in self.params if isinstance(x, _Place)}
+        self.copied = {
+            place
+            for place, x in enumerate(self.tensors[:arguments_count])
+            if x.requires_grad and place not in held
+        }
+        """Of which the block is given copies, which it may change."""
         self.buffers = [
             (container, key, x.clone())
             for container, key, x in _held(_tensor_dicts.buffer_containers(block))
             if x is not None
         ]
         self.before, self.autocast = states(), current_autocast()
-        tensors = [x for x in [*self.given, *(x for _, _, x in self.params)] if isinstance(x, Tensor)]
-        self.tensors = list({id(x): x for x in tensors}.values())
         self.own_count = len(self.tensors)
-        self.others = list(self.loop.others or self.loop.declared)
+        self.others = around.values(self.loop.others or self.loop.declared)
         self.declared: list[int] = []
         """Which of the declared tensors come after the others."""
         self.overwritten: set[int] = set()
         """Places of the arguments that the block changes in place."""
         self.made: list[Any] = []
         self.made_spec = self.spec
-        self.is_first = True
+
+    def _placed(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        [(values, dims)] = self.around.values([x])
+        number = self.numbers.setdefault(id(values), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(values)
+        return _Place(number, dims)
 
     def connected(self) -> Any:
         """Call the block, and connect what it returns."""
-        values = None if transforms_are_active() else self._looked_at()
-        edges = [edge_of(self.tensors[place]) for place in self.overwritten]
-        made = iter(remat.apply(self, *self.tensors, values=values))
-        number = next_sequence_number()
-        self.calls.overwritten |= dict.fromkeys(edges, (number, self.name))
-        leaves = [next(made) if isinstance(x, Tensor) else x for x in self.made]
-        self.made = [None if isinstance(x, Tensor) else x for x in self.made]
+        tensors, self.tensors = self.tensors, []
+        with self.around.outside():
+            points = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        self.calls.points |= {id(x): (x, self.name) for x in points if x.requires_grad}
+        since = next_sequence_number()
+        values = self._run(points)
+        found, unknown = self._outside(values, points, since)
+        if unknown:  # unless the block has made them, which makes others each time
+            again = {id(x) for x in self._outside(self._again(points), points, since)[1]}
+            refuse([leaf for leaf in unknown if id(leaf) in again])
+        self.declared = sorted(found)
+        tensors += [self.others[place].values for place in self.declared]
+        edges = [edge_of(tensors[place]) for place in self.overwritten]
+        with self.around.outside():
+            made = remat.apply(self, *tensors, values=[x.detach() for x in values])
+        self.calls.overwritten |= dict.fromkeys(edges, (next_sequence_number(), self.name))
+        leaves = [Values(made[x.number], x.dims).tensor() if isinstance(x, _Place) else x for x in self.made]
         return pytree.unflatten(self.made_spec, leaves)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        if self.is_first:  # within the loss: its buffers are changed, and its random numbers are drawn
-            self.is_first = False
-            return self._run(tensors)
+        return self.around.call(lambda: self._again(tensors))
+
+    def _again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Call the block with the buffers and the random numbers that it had at first, which then are as before."""
         now = [(container, key, container[key]) for container, key, _ in self.buffers]
         for container, key, x in self.buffers:
             container[key] = x.clone()
-        others = list(self.others)
+        others = [x.tensor() for x in self.others]
         for place, x in zip(self.declared, tensors[self.own_count :], strict=True):
-            others[place] = x
+            others[place] = self.others[place].tensor(x)
         is_replaced = self.declared or self.loop.others is not None
         try:
             with (
@@ -180,24 +236,15 @@ class _Call:
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the block with tensors in the places of those that it had."""
-        of = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
-        held = {id(x) for _, _, x in self.params}
-        copies: dict[int, Tensor] = {}
+        with self.around.outside():
+            values = [x.clone() if place in self.copied else x for place, x in enumerate(tensors)]
 
         def put(x: Any) -> Any:
-            return of.get(id(x), x) if isinstance(x, Tensor) else x
+            return Values(values[x.number], x.dims).tensor() if isinstance(x, _Place) else x
 
-        def given(x: Any) -> Any:
-            """What may have a gradient is given as a copy, which the block may change."""
-            if not isinstance(x, Tensor) or id(x) in held or not of[id(x)].requires_grad:
-                return put(x)
-            if id(x) not in copies:
-                copies[id(x)] = of[id(x)].clone()
-            return copies[id(x)]
-
-        arguments: Any = pytree.unflatten(self.spec, [given(x) for x in self.given])
+        arguments: Any = pytree.unflatten(self.spec, list(map(put, self.given)))
         leaves = pytree.flatten(arguments)[0]
-        versions = [_version(x) for x in leaves]
+        versions = list(map(_version, values))
         before = [(container, key, container[key]) for container, key, _ in self.params]
         for container, key, x in self.params:
             container[key] = put(x)
@@ -206,55 +253,40 @@ class _Call:
         finally:
             for container, key, x in before:
                 container[key] = x
-        self._check_given(arguments, leaves, versions, copies)
+        after, now = pytree.flatten(arguments)
+        if now != self.spec or any(x is not y for x, y in zip(after, leaves, strict=True)):
+            self._refuse_change("a list or a dictionary")
+        changed = {n for n, x in enumerate(values) if versions[n] is not None and _version(x) != versions[n]}
+        if changed - self.copied:
+            self._refuse_change("a tensor")
+        self.overwritten |= changed
+        return self._values_of(made, spec)
+
+    def _values_of(self, made: list[Any], spec: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+        kept: list[Any] = []
         for leaf in made:
-            if leaf is not None and not isinstance(leaf, (Tensor, bool, int, float, str)):
+            if isinstance(leaf, Tensor):
+                [(values, dims)] = self.around.values([leaf])
+                kept.append(_Place(len(found), dims))
+                found.append(values)
+            elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+                kept.append(leaf)
+            else:
                 raise TypeError(
                     f"`blocks` must return trees of tensors and numbers, got a {type(leaf).__name__} from block "
                     f"{self.name!r}"
                 )
         if not self.made:
-            self.made, self.made_spec = made, spec
-        return [x for x in made if isinstance(x, Tensor)]
-
-    def _check_given(
-        self,
-        arguments: Any,
-        leaves: Sequence[Any],
-        versions: Sequence[int | None],
-        copies: dict[int, Tensor],
-    ) -> None:
-        """Check that arguments are as they were, but for what the block has copies of."""
-        after, now = pytree.flatten(arguments)
-        if now != self.spec or any(x is not y for x, y in zip(after, leaves, strict=True)):
-            self._refuse_change("a list or a dictionary")
-        places = {id(copies[id(x)]): place for place, x in enumerate(self.tensors) if id(x) in copies}
-        for x, version in zip(leaves, versions, strict=True):
-            if _version(x) != version:
-                if id(x) not in places:
-                    self._refuse_change("a tensor")
-                self.overwritten.add(places[id(x)])
-
-    def _looked_at(self) -> list[Tensor]:
-        """The values of the first call, whose graph shows what else the block depends on."""
-        points = [x.detach().requires_grad_(x.requires_grad) for x in self.tensors]
-        self.calls.points |= {id(x): (x, self.name) for x in points if x.requires_grad}
-        since = next_sequence_number()
-        values = self(*points)
-        found, unknown = self._outside(values, points, since)
-        if unknown:  # unless the block has made them, which makes others each time
-            again = {id(x) for x in self._outside(self(*points), points, since)[1]}
-            refuse([leaf for leaf in unknown if id(leaf) in again])
-        self.declared = sorted(found)
-        self.tensors += [self.others[place] for place in self.declared]
-        return [x.detach() for x in values]
+            self.made, self.made_spec = kept, spec
+        return found
 
     def _outside(
         self, values: Sequence[Tensor], points: Sequence[Tensor], since: int
     ) -> tuple[set[int], list[Tensor]]:
         """Which declared tensors values depend on other than through the arguments, and which other leaves."""
-        places = {edge_of(x): place for place, x in enumerate(self.others) if x.requires_grad}
-        parameters = {id(x) for x in self.loop.model.part("").parameters()}
+        places = {edge_of(x.values): place for place, x in enumerate(self.others) if x.values.requires_grad}
+        parameters = {id(x.values) for x in self.around.values([*self.loop.model.part("").parameters()])}
         visited = {edge_of(x) for x in points if x.requires_grad}
         waiting = [edge_of(x) for x in values if x.requires_grad]
         found: set[int] = set()

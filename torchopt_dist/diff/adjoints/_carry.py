@@ -13,13 +13,25 @@ from torch import Tensor
 
 from torchopt_dist._types import OptionalTensor, OptState
 
-__all__ = ["Batches", "Carry", "Evaluation", "LookFn", "Outcome", "StepFn", "StopFn", "WatchFn"]
+__all__ = [
+    "Batches",
+    "Carry",
+    "Evaluation",
+    "LookFn",
+    "Outcome",
+    "StepFn",
+    "StopFn",
+    "UpdateLookFn",
+    "WatchFn",
+]
 
 Batches = Sequence[Any] | Callable[[int], Any] | None
 """By number of the step; ``None`` where the loss takes no batch."""
 LookFn = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 """Is shown the ends of a part of a loss's graph, what they are differentiated with respect to, and the buffers after
 the step; the whole loss is one part, unless it is differentiated in several."""
+UpdateLookFn = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[], Sequence[Tensor]]], None]
+"""Is shown the ends of the graph of an update, what it may begin with, and what makes it once more."""
 StopFn = Callable[[int, Tensor], Any]
 """The number of a step, its loss → whether it was the last."""
 

@@ -23,8 +23,8 @@ from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
-from torchopt_dist._vjp import pulled_back
-from torchopt_dist.core.second_order import why_not_twice, with_refusal
+from torchopt_dist._vjp import plus, pulled_back
+from torchopt_dist.core.second_order import refuse_left_out, why_not_twice, with_refusal
 from torchopt_dist.core.substitution import Substitute
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._block_calls import nodes_of_blocks
@@ -36,9 +36,10 @@ from torchopt_dist.diff.adjoints._carry import (
     Outcome,
     StepFn,
     StopFn,
+    UpdateLookFn,
     WatchFn,
 )
-from torchopt_dist.diff.adjoints._declared import differentiable, leaves_at
+from torchopt_dist.diff.adjoints._declared import differentiable, leaf_like, leaves_at
 from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
@@ -205,8 +206,11 @@ class Loop:
         places: Sequence[int],
         declared: Sequence[Tensor],
         bars: Sequence[OptionalTensor],
+        look: UpdateLookFn | None = None,
     ) -> list[OptionalTensor]:
-        """Gradients of a step's results → of what it starts from, and of what is declared.
+        """Gradients of a step's results → of what it starts from, and of what is declared; where grad mode is on.
+
+        The update's graph is gone through before that of the gradient, and let go of.
 
         Args:
             carry: what the step starts from.
@@ -214,13 +218,32 @@ class Loop:
             places: of the leaves of the state that may have a gradient.
             declared: what else there is a gradient for.
             bars: of the moved parameters, of the state's leaves at ``places``, and of the loss; ``None`` for zero.
+            look: is shown the graph of the update.
 
         Returns:
             One a moved parameter, one a place, one a declared tensor; ``None`` for one that is not used.
         """
-        given, inputs = self.as_leaves(carry, places)
-        after, loss, _aux = self.recorded_step(given, number)
-        return pulled_back([*self.with_gradient(after, places), loss], bars, [*inputs, *declared])
+        start, inputs = self.as_leaves(carry, places)
+        inputs += declared
+        *bars_of_update, bar_of_loss = bars
+        found = self.gradient(start, number, record=True)
+        grads = [x for x in found.grads if x is not None]
+        leaves = list(map(leaf_like, grads))
+
+        def update() -> list[Tensor]:
+            given = iter(leaves)
+            cut = found._replace(grads=[None if x is None else next(given) for x in found.grads])
+            return self.with_gradient(self.moved(start, cut, record=True), places)
+
+        after = update()
+        if look is not None:
+            look(after, [*inputs, *leaves, *self.declared, *(self.others or ())], update)
+        refuse_left_out(after, [*inputs, *leaves])
+        of_update = pulled_back(_handed_over(after), bars_of_update, [*inputs, *leaves])
+        ends = [*grads, found.loss]
+        refuse_left_out(ends, inputs)
+        of_loss = pulled_back(ends, [*of_update[len(inputs) :], bar_of_loss], inputs)
+        return list(map(plus, of_update[: len(inputs)], of_loss))
 
     def as_leaves(self, carry: Carry, places: Sequence[int]) -> tuple[Carry, list[Tensor]]:
         """The same values as leaves of a graph, and these: of the parameters, then of the state at ``places``."""
@@ -508,6 +531,13 @@ class Loop:
         for place, grad in zip(self.model.moved_places, found, strict=True):
             grads[place] = grad
         return grads
+
+
+def _handed_over(tensors: list[Tensor]) -> list[Tensor]:
+    """The same list, so that nobody else holds what is in it."""
+    handed = tensors[:]
+    tensors.clear()
+    return handed
 
 
 def _has_history(state: OptState) -> bool:

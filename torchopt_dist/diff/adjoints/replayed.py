@@ -14,7 +14,8 @@ from torchopt_dist._formulas.attention import attention_by_formula
 from torchopt_dist._options import unless
 from torchopt_dist.diff.adjoints._block_nodes import by_blocks
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._samples import outcome_of_samples, over_samples, samples_around
+from torchopt_dist.diff.adjoints._loop_of_samples import outcome_of_samples, over_samples
+from torchopt_dist.diff.adjoints._samples import samples_around
 from torchopt_dist.diff.adjoints._store import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.replay import replayed
@@ -125,9 +126,9 @@ class Replayed(Adjoint):
             with attention_by_formula():
                 return loop.run(loop.recorded_step, loop.first)
         if around.levels:
-            loop_of_samples = over_samples(loop, around)
+            loop_of_samples = over_samples(self._in_blocks(loop), around)
             with around.outside():
-                outcome = self._replayed(self._in_blocks(loop_of_samples))
+                outcome = self._replayed(loop_of_samples)
             return outcome_of_samples(loop_of_samples, outcome)
         return self._replayed(self._in_blocks(loop))
 

@@ -21,7 +21,7 @@ from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.core.binding import Bound
-from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, WatchFn
+from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, UpdateLookFn, WatchFn
 from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
@@ -116,6 +116,7 @@ class CompiledLoop(Loop):
         places: Sequence[int],
         declared: Sequence[Tensor],
         bars: Sequence[OptionalTensor],
+        look: UpdateLookFn | None = None,
     ) -> list[OptionalTensor]:
         """See :meth:`Loop.pulled_step`; one program does it, and makes of the step only what that needs."""
         start, inputs = self.as_leaves(
@@ -136,7 +137,7 @@ class CompiledLoop(Loop):
 
         def otherwise() -> list[OptionalTensor]:
             del of_batch[:]
-            return super(CompiledLoop, self).pulled_step(carry, number, places, declared, bars)
+            return super(CompiledLoop, self).pulled_step(carry, number, places, declared, bars, look)
 
         made: list[OptionalTensor] = self._run(
             self.of_pulled, number, arguments, otherwise, batch_with_history=True
