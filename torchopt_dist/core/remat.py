@@ -25,7 +25,7 @@ from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pull
 from torchopt_dist.core.second_order import guarded, nodes_of, refuse_left_out
 
-__all__ = ["PureFn", "Segment", "apply"]
+__all__ = ["PureFn", "Segment", "apply", "is_node"]
 
 PureFn: TypeAlias = Callable[..., Sequence[Tensor]]
 """Tensors → a tuple or a list of tensors, which depend on nothing else, but numbers: the same whenever it is called."""
@@ -60,6 +60,11 @@ def apply(function: PureFn, *tensors: Tensor, values: Sequence[Tensor] | None = 
     """
     made: tuple[Tensor, ...] = apply_function(_Remat, function, values, *tensors)
     return made
+
+
+def is_node(node: Any) -> bool:
+    """Whether a node of the graph is that of such a call."""
+    return type(node).__name__ == f"{_Remat.__name__}Backward"
 
 
 class _Remat(torch.autograd.Function):

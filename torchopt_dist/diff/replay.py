@@ -159,6 +159,9 @@ class _Replay:
             kept = [_own(x) for x in self.tensors(last)]
             chain.connect(number, left[0], self.carry(kept, last))
         rest = outcome.carry
+        # What a segment starts from is kept with it, and nowhere else.
+        self.loop = replace(self.loop, first=self.loop.first._replace(state=()))
+        self.watched, self.once = self.loop, self.loop.without_stop()
         losses = [loss for made in chain.losses for loss in made.unbind()]
         return Outcome(self.carry(chain.tensors, rest), losses, outcome.aux)
 

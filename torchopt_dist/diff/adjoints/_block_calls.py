@@ -29,6 +29,7 @@ from torchopt_dist.diff.adjoints._autocast import current_autocast
 from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between, refuse
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples, samples_around
+from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.nn import _tensor_dicts
 
 if TYPE_CHECKING:
@@ -96,7 +97,10 @@ class _Calls:
         if not loss.requires_grad:
             return
         used = [(edge_of(loss), next_sequence_number())]
-        for node in nodes_between([loss], []):
+        nodes = nodes_between([loss], [])
+        if isinstance(self.loop.model, ShardedModel):
+            self.loop.model.refuse_outside(nodes)
+        for node in nodes:
             self.refuse_unless_returned(leaf_of(node))
             number = sequence_numbers(node)(node)
             used += [(edge, number) for edge in node.next_functions]

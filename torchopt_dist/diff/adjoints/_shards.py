@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core import remat
+from torchopt_dist.core.substitution import edge_of
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
 from torchopt_dist.diff.adjoints._ranks import Ranks, kinds, local
 from torchopt_dist.transform.base import GradientTransformation, link_of_whole
@@ -38,7 +40,7 @@ class ShardedModel(Model):
         self._inside: frozenset[int] = frozenset()
         """Places of parameters that are gathered in blocks."""
         self._turns: Counter[tuple[int, ...]] | None = None
-        """In a sweep through blocks, how often parameters were gathered; each time others of them get a gradient."""
+        """With blocks, how often parameters were gathered; each time others of them get a gradient."""
         self._ranks_of: dict[Any, Ranks] = {}
         """For some parameters and their turn."""
         self.first_places, self.moved_places = whole.first_places, whole.moved_places
@@ -91,14 +93,19 @@ class ShardedModel(Model):
 
         return called
 
-    def refuse_outside(self, used: Sequence[int]) -> None:
-        """Raise an error if one of these moved parameters, by its number, is a part outside of the blocks."""
-        if wrong := [number for number in used if self.moved_places[number] in self._inside]:
-            raise ValueError(
-                "`loss` must use the parameters of `blocks` by calling these with `shard='parameters'`, since a rank "
-                f"has only parts of them elsewhere: it uses parameter {wrong[0]} of those that are moved outside of "
-                "its block; give the optimizer the weight decay"
-            )
+    def refuse_outside(self, nodes: Sequence[Any]) -> None:
+        """Raise an error if a node of a loss's graph that is no block's uses a part of one of its parameters."""
+        assert isinstance(self.whole, ModuleModel)
+        held = self.whole.places_in(self.whole.part(""))
+        parts = {edge_of(container[name]): place for container, name, place in held if place in self._inside}
+        for node in nodes:
+            used = [parts[edge] for edge in node.next_functions if edge in parts]
+            if used and not remat.is_node(node):
+                raise ValueError(
+                    "`loss` must use the parameters of `blocks` by calling these with `shard='parameters'`, since a "
+                    f"rank has only parts of them elsewhere: it uses parameter {self.moved_places.index(used[0])} of "
+                    "those that are moved outside of its block; give the optimizer the weight decay"
+                )
 
     def _whole_at(self, places: list[int], leaves: Any) -> dict[int, Tensor]:
         """The whole parameters at some places."""
