@@ -11,10 +11,6 @@ STABLE_TORCH_LIBRARY(todist, library) {
       "Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] params, Tensor corrections, "
       "float factor, float kept, float b1, float b2, float eps, float eps_root, float weight_decay, "
       "bool maximize) -> Tensor[]");
-  library.def(
-      "adam_backward_(Tensor(a!)[] to_grads, Tensor(b!)[] terms, Tensor(c!)[] exp_avg_grads, "
-      "Tensor(d!)[] exp_avg_sq_grads, Tensor[] moved_grads, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
-      "Tensor corrections, float factor, float b1, float b2, float eps, float eps_root, bool maximize) -> ()");
 
   library.def(
       "sgd(Tensor[] grads, Tensor[] momentum_buffers, Tensor[] params, Tensor taken, "

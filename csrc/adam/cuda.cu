@@ -7,5 +7,4 @@
 STABLE_TORCH_LIBRARY_IMPL(todist, CUDA, library) {
   library.impl("adam", TORCH_BOX(&todist::adam));
   library.impl("adam_backward", TORCH_BOX(&todist::adam_backward));
-  library.impl("adam_backward_", TORCH_BOX(&todist::adam_backward_));
 }

@@ -100,58 +100,33 @@ struct AdamBackward {
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_exp_avg, A& to_exp_avg_sq, A of_moved, A of_exp_avg,
                                          A of_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq) const {
-    A direction;
-    to_grad = descent.sign * through(direction, to_exp_avg, to_exp_avg_sq, of_moved, of_exp_avg, of_exp_avg_sq,
+    to_grad = descent.sign * through(to_exp_avg, to_exp_avg_sq, of_moved, of_exp_avg, of_exp_avg_sq,
                                      descent.sign * grad, exp_avg, exp_avg_sq);
   }
 
   C10_HOST_DEVICE inline void operator()(A& to_grad, A& to_exp_avg, A& to_exp_avg_sq, A& to_param, A of_moved,
                                          A of_exp_avg, A of_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq,
                                          A param) const {
-    A direction;
-    const A to_descent = through(direction, to_exp_avg, to_exp_avg_sq, of_moved, of_exp_avg, of_exp_avg_sq,
+    const A to_descent = through(to_exp_avg, to_exp_avg_sq, of_moved, of_exp_avg, of_exp_avg_sq,
                                  descent.sign * grad + descent.weight_decay * param, exp_avg, exp_avg_sq);
     to_grad = descent.sign * to_descent;
     to_param = kept * of_moved + descent.weight_decay * to_descent;
   }
 
- protected:
-  // The gradient of the gradient to descend along; and the direction, before it is multiplied by the factor.
-  C10_HOST_DEVICE inline A through(A& direction, A& to_exp_avg, A& to_exp_avg_sq, A of_moved, A of_exp_avg,
+ private:
+  // The gradient of the gradient to descend along.
+  C10_HOST_DEVICE inline A through(A& to_exp_avg, A& to_exp_avg_sq, A of_moved, A of_exp_avg,
                                    A of_exp_avg_sq, A grad, A exp_avg, A exp_avg_sq) const {
     averages(grad, exp_avg, exp_avg_sq);
     const A root = std::sqrt(exp_avg_sq * over2 + eps_root);
     const A over_below = 1 / (root + eps);
     const A of_direction = factor * of_moved;
-    direction = exp_avg * over1 * over_below;
-    const A of_root = -of_direction * (direction * over_below);
+    const A of_root = -of_direction * (exp_avg * over1 * over_below * over_below);
     of_exp_avg = of_exp_avg + of_direction * over_below * over1;
     of_exp_avg_sq = of_exp_avg_sq + (root == 0 ? A(0) : of_root / (2 * root) * over2);
     to_exp_avg = b1 * of_exp_avg;
     to_exp_avg_sq = averages.b2 * of_exp_avg_sq;
     return averages.rest1 * of_exp_avg + 2 * averages.rest2 * grad * of_exp_avg_sq;
-  }
-};
-
-// AdamBackward without weight decay, the gradients of the averages overwritten. Terms are what the gradient of the factor is
-// the sum of.
-template <class A>
-struct AdamBackwardInPlace : AdamBackward<A> {
-  using AdamBackward<A>::AdamBackward;
-
-  C10_HOST_DEVICE inline void operator()(A& to_grad, A& exp_avg_grad, A& exp_avg_sq_grad, A of_moved, A grad,
-                                         A exp_avg, A exp_avg_sq) const {
-    A term;
-    (*this)(to_grad, term, exp_avg_grad, exp_avg_sq_grad, of_moved, grad, exp_avg, exp_avg_sq);
-  }
-
-  C10_HOST_DEVICE inline void operator()(A& to_grad, A& term, A& exp_avg_grad, A& exp_avg_sq_grad, A of_moved, A grad,
-                                         A exp_avg, A exp_avg_sq) const {
-    const A sign = this->descent.sign;
-    A direction;
-    to_grad = sign * this->through(direction, exp_avg_grad, exp_avg_sq_grad, of_moved, exp_avg_grad, exp_avg_sq_grad,
-                                   sign * grad, exp_avg, exp_avg_sq);
-    term = of_moved * direction;
   }
 };
 

@@ -56,35 +56,6 @@ struct DecayedBackwardOp {
   using Formula = AdamBackward<A>;
 };
 
-struct BackwardInPlaceOp {
-  static constexpr const char* kName = "adam_backward_";
-  static constexpr std::array<Argument, 7> kArguments{{{"to_grads", Role::kWritten},
-                                                       {"exp_avg_grads", Role::kUpdated},
-                                                       {"exp_avg_sq_grads", Role::kUpdated},
-                                                       {"moved_grads", Role::kRead},
-                                                       {"grads", Role::kRead},
-                                                       {"exp_avgs", Role::kRead},
-                                                       {"exp_avg_sqs", Role::kRead}}};
-  using Numbers = AdamNumbers;
-  template <class A>
-  using Formula = AdamBackwardInPlace<A>;
-};
-
-struct BackwardOfFactorOp {
-  static constexpr const char* kName = "adam_backward_";
-  static constexpr std::array<Argument, 8> kArguments{{{"to_grads", Role::kWritten},
-                                                       {"terms", Role::kWritten},
-                                                       {"exp_avg_grads", Role::kUpdated},
-                                                       {"exp_avg_sq_grads", Role::kUpdated},
-                                                       {"moved_grads", Role::kRead},
-                                                       {"grads", Role::kRead},
-                                                       {"exp_avgs", Role::kRead},
-                                                       {"exp_avg_sqs", Role::kRead}}};
-  using Numbers = AdamNumbers;
-  template <class A>
-  using Formula = AdamBackwardInPlace<A>;
-};
-
 // Row i of `corrections` completes what all tensors have in common.
 template <class Op>
 StableIValue run_with(const Lists<Op>& lists, const AdamNumbers& common, const Tensor& corrections) {
@@ -126,25 +97,6 @@ StableIValue adam_backward(const List& moved_grads, const List& exp_avg_grads, c
   check_empty("adam_backward", "params", params.size(), "`weight_decay` is 0");
   return run_with<BackwardOp>({&moved_grads, &exp_avg_grads, &exp_avg_sq_grads, &grads, &exp_avgs, &exp_avg_sqs}, numbers,
                               corrections);
-}
-
-// Without weight decay below the averages: there the gradient of a parameter is one more result.
-void adam_backward_(const List& to_grads, const List& terms, const List& exp_avg_grads, const List& exp_avg_sq_grads,
-                    const List& moved_grads, const List& grads, const List& exp_avgs, const List& exp_avg_sqs,
-                    const Tensor& corrections, double factor, double b1, double b2, double eps, double eps_root,
-                    bool maximize) {
-  const Arguments arguments{&to_grads,    &terms, &exp_avg_grads, &exp_avg_sq_grads,
-                            &moved_grads, &grads, &exp_avgs,      &exp_avg_sqs};
-  const AdamNumbers numbers{b1, b2, eps, eps_root, 1, 1, factor, 1, 0, maximize};
-  if (terms.empty()) {
-    run_with<BackwardInPlaceOp>(
-        {&to_grads, &exp_avg_grads, &exp_avg_sq_grads, &moved_grads, &grads, &exp_avgs, &exp_avg_sqs}, numbers,
-        corrections);
-    return;
-  }
-  run_with<BackwardOfFactorOp>(
-      {&to_grads, &terms, &exp_avg_grads, &exp_avg_sq_grads, &moved_grads, &grads, &exp_avgs, &exp_avg_sqs}, numbers,
-      corrections);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ REFUSED = ("nn.functional.linear_cross_entropy.chunked",)
 """What has no second derivative: torch leaves it out, and a loop says so."""
 SAMPLES = 3
 LARGEST = 3000
-ADJOINTS = {"Recorded": todist.Recorded(), "Replayed": todist.Replayed(sweep="forward")}
+ADJOINTS = {"Recorded": todist.Recorded(), "Replayed": todist.Replayed()}
 
 
 def named_ops() -> dict[str, Any]:

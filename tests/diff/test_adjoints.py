@@ -498,14 +498,11 @@ def test_a_loss_whose_gradient_torch_has_no_memory_for(name, optimizer):
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded:UserWarning")
 @pytest.mark.parametrize(
     "adjoint",
     [
         todist.Recorded(),
         todist.Replayed(),
-        todist.Replayed(sweep="forward"),
-        todist.Replayed(sweep="reverse"),
         todist.FirstOrder(),
     ],
     ids=str,

@@ -350,7 +350,7 @@ class Checkpointed(nn.Linear):
         return torch.tanh(checkpoint(super().forward, x, use_reentrant=False))
 
 
-def test_checkpoints_in_blocks_are_computed_with_the_tangents_of_the_sweep():
+def test_checkpoints_in_blocks():
     torch.manual_seed(0)
     net = nn.Sequential(Checkpointed(3, 3), Checkpointed(3, 3)).double()
     x = torch.randn(4, 3, dtype=D)
@@ -410,7 +410,6 @@ def test_modes_of_the_loss_hold_when_a_block_is_called_again():
     assert {mode[:2] for mode in seen} == {(torch.bfloat16, True)}
 
 
-@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_block_without_forward_mode_is_recorded_with_its_step():
     class Inverse(nn.Module):
         def __init__(self) -> None:

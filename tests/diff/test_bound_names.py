@@ -121,7 +121,6 @@ def derivatives(text: str, adjoint: Any, late: bool, order: int = 1) -> list[Ten
 
 @pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_backward_at_the_end_is_that_after_each_task(name, text):
     adjoint = ALL[name]
     late = derivatives(text, adjoint, True)
@@ -133,7 +132,6 @@ def test_a_backward_at_the_end_is_that_after_each_task(name, text):
 
 @pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
 @pytest.mark.parametrize("name", ["replayed", "replayed from snapshots", "implicit"])
-@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_second_derivatives(name, text):
     late = derivatives(text, ALL[name], True, 2)
     same = todist.Recorded() if name in EXACT else ALL[name]
@@ -141,7 +139,6 @@ def test_second_derivatives(name, text):
 
 
 @pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_tensor_that_was_changed_in_place_is_an_error(name):
     """As with a recorded loop, whose graph has saved it."""
     w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
@@ -162,7 +159,6 @@ def test_a_tensor_that_was_changed_in_place_is_an_error(name):
 
 
 @pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_batch_that_was_changed_in_place_is_an_error(name):
     w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
     x = torch.tensor([1.0, 2.0], dtype=torch.float64)
@@ -175,7 +171,6 @@ def test_a_batch_that_was_changed_in_place_is_an_error(name):
 
 
 @pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_tensor_that_was_changed_before_the_call_is_as_it_was(name):
     """Also where others stand in its place while the loss runs again, whose versions are others."""
     w = torch.tensor([0.2, 0.8], dtype=torch.float64, requires_grad=True)
@@ -230,7 +225,6 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("kept", ["not at all", "to be looked at", "a buffer", "in an attribute"])
 @pytest.mark.parametrize("name", AGAIN)
-@pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_state_in_an_attribute_is_an_error(name, kept):
     """A step that runs again would find what the last one has left; buffers go from step to step."""
 

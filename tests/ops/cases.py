@@ -21,7 +21,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OPS = [
     "adam",
     "adam_backward",
-    "adam_backward_",
     "sgd",
     "sgd_backward",
     "rmsprop_",
@@ -142,24 +141,6 @@ def case(op: str, rng: random.Random, shapes: list[list[int]], dtypes: list[torc
             lambda *x: formulas.adam_gradients(*x, *settings), *map(wide, lists.values()), list(corrections)
         )
         return Case(op, lists, (corrections, *settings), expected)
-    if op == "adam_backward_":
-        numbers = (lr, b1, b2, eps, rng.choice([0.0, 1e-3]), maximize)
-        lists = {
-            "to_grads": make(),  # of what is in these nothing is to be seen
-            "terms": rng.choice([[], make()]),
-            "exp_avg_grads": make(),
-            "exp_avg_sq_grads": make(),
-            "moved_grads": make(expand=True),
-            "grads": g,
-            "exp_avgs": make(),
-            "exp_avg_sqs": make(positive=True),
-        }
-        _, terms, *inner = map(wide, lists.values())
-        expected = rows(
-            lambda *x: formulas.adam_gradients_in_place(*x, *numbers), terms, *inner, list(corrections)
-        )
-        written = [name for name, tensors in lists.items() if tensors][: 3 + bool(terms)]
-        return Case(op, lists, (corrections, *numbers), expected, written)
     if op.startswith("sgd"):
         sums = make() if momentum else []
         taken = torch.rand(n if momentum else 0, 2, dtype=torch.float64)[:, 0]

@@ -77,16 +77,6 @@ def adam_gradients(
     return sign * to_g, b1 * to_m, b2 * to_v, kept * du + weight_decay * to_g if weight_decay else None
 
 
-def adam_gradients_in_place(terms, dm, dv, du, g, m, v, c, factor, b1, b2, eps, eps_root, maximize):
-    """The same, but the parameter's; and where asked for, what the gradient of the factor is the sum of."""
-    to_g, to_m, to_v, _ = adam_gradients(
-        du, dm, dv, g, m, v, None, c, factor, 1.0, b1, b2, eps, eps_root, 0.0, maximize
-    )
-    if terms is None:
-        return to_g, to_m, to_v
-    return to_g, du * adam(g, m, v, None, c, 1.0, 1.0, b1, b2, eps, eps_root, 0.0, maximize)[0], to_m, to_v
-
-
 def rmsprop_gradients(dp, dv, da, db, g, v, a, *settings):
     """What autograd makes of the formula."""
     b = None if settings[3] == 0 else torch.zeros_like(g)

@@ -10,8 +10,7 @@ import torch
 import torchopt_dist as todist
 from tests.optim.table import CASES, ROWS
 from torchopt_dist.transform import add_decayed_weights, clip_grad_norm, clip_grad_value, trace
-from torchopt_dist.transform._pulled_step import StepBars
-from torchopt_dist.transform.apply_updates import differentiable_step, step_in_place, step_pulled_back
+from torchopt_dist.transform.apply_updates import differentiable_step, step_in_place
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 PREFIXES = {
@@ -141,76 +140,3 @@ def test_a_step_of_gradients_alone_is_the_same_wherever_the_parameters_are(name,
     if row.options[setting].get("weight_decay") or name == "AdamW":
         assert not impl.fused_step.of_gradients_alone
         assert not torch.equal(steps[0][0][0], steps[1][0][0])
-
-
-PULLED = {
-    "adam": (todist.adam, {}),
-    "adam that decays": (todist.adam, {"weight_decay": 0.1, "maximize": True, "eps_root": 1e-3}),
-    "adamw": (todist.adamw, {"weight_decay": 0.1}),
-    "sgd": (todist.sgd, {}),
-    "sgd that decays": (todist.sgd, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}),
-    "nesterov": (todist.sgd, {"momentum": 0.9, "nesterov": True, "maximize": True}),
-    "rmsprop": (todist.rmsprop, {}),
-    "centered rmsprop": (todist.rmsprop, {"momentum": 0.5, "centered": True}),
-}
-
-
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("rate", ["number", "tensor", "schedule"])
-@pytest.mark.parametrize("name", PULLED)
-def test_a_step_is_pulled_back_as_by_autograd(name, rate, fused):
-    torch.manual_seed(0)
-    lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
-    make, options = PULLED[name]
-    impl = make(
-        {"number": 0.1, "tensor": lr, "schedule": lambda step: lr * 0.5**step}[rate], fused=fused, **options
-    )
-    shapes = [(3,), (2, 2), (), (4,)]
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    grads = [torch.randn_like(leaf, requires_grad=True) for leaf in leaves]
-    grads[1] = None
-    state = impl.init(leaves)
-    for _ in range(2):  # counts and averages of some steps
-        with torch.no_grad():
-            state = impl.update([None if x is None else x * 2 for x in grads], state, params=leaves)[1]
-    before, spec = todist.pytree.flatten(state)
-    before = [x.detach().requires_grad_() if x.ndim or x.dtype == torch.float64 else x for x in before]
-    moving = [place for place, x in enumerate(before) if x.requires_grad]
-    state = todist.pytree.unflatten(spec, before)
-
-    moved, after = differentiable_step(impl, leaves, grads, state)
-    results = todist.pytree.flatten(after)[0]
-    bars = StepBars(
-        [torch.randn_like(leaf) for leaf in leaves],
-        [torch.randn_like(x) if place in moving else None for place, x in enumerate(results)],
-    )
-    bars.params[2] = None
-    for place in moving[3::4]:
-        bars.state[place] = None
-    bars.params[3] = None  # the last parameter, and what is remembered of it, gets nothing
-    pairs = zip([*moved, *results], [*bars.params, *bars.state], strict=True)
-    outputs, weights = zip(*((x, bar) for x, bar in pairs if bar is not None), strict=True)
-    inputs = [*leaves, *(before[place] for place in moving), *(x for x in grads if x is not None), lr]
-    expected = torch.autograd.grad(outputs, inputs, weights, allow_unused=True)
-
-    pulled, of_lr = step_pulled_back(impl, leaves, grads, state, bars)
-    to_lr = None if pulled.lr is None else torch.autograd.grad(pulled.lr, lr, of_lr)[0]
-    found = [
-        *pulled.before.params,
-        *(pulled.before.state[place] for place in moving),
-        *(bar for bar, x in zip(pulled.grads, grads, strict=True) if x is not None),
-        to_lr,
-    ]
-    for one, other, x in zip(found, expected, inputs, strict=True):
-        zero = torch.zeros_like(x)
-        torch.testing.assert_close(
-            zero if one is None else one, zero if other is None else other, rtol=1e-12, atol=1e-12
-        )
-
-
-def test_a_step_behind_other_links_is_not_pulled_back_by_itself():
-    impl = todist.chain(clip_grad_norm(0.5), todist.adam(0.1))
-    p = [torch.ones(2)]
-    state = impl.init(p)
-    bars = StepBars([torch.ones(2)], [None] * len(todist.pytree.flatten(state)[0]))
-    assert step_pulled_back(impl, p, p, state, bars) is None

@@ -8,25 +8,19 @@ they compute, unless a tensor requires grad; inside ``vmap`` they cannot see tha
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.backends import cuda, mha
 
-from torchopt_dist._formulas.operands import fit_short_formula
 from torchopt_dist._formulas.tiled_attention import tiled_attention
 from torchopt_dist._functional import Replacements, replaced
 from torchopt_dist._torch_private import entrances_for_tensors, recomputing_checkpoint, transforms_are_active
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist._vjp import plus
 
-__all__ = ["attention_by_formula", "short_attention", "without_fast_path"]
+__all__ = ["attention_by_formula", "without_fast_path"]
 
 # Torch's own context, `sdpa_kernel`, must be left by the thread that has entered it (2.15).
 _SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
@@ -109,91 +103,3 @@ def without_fast_path() -> AbstractContextManager[None]:
 
 def _is_enabled(torchs: Callable[[], bool]) -> bool:
     return not transforms_are_active() and torchs()
-
-
-def short_attention(
-    torchs: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """As one node of a graph, where the tensors are plain."""
-    mask_fits = attn_mask is None or (not attn_mask.requires_grad and attn_mask.layout == torch.strided)
-    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
-    if (
-        dropout_p
-        or enable_gqa
-        or is_causal
-        or not mask_fits
-        or not alike
-        or not fit_short_formula(query, key, value)
-    ):
-        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    attended, _weights = _Attention.apply(query, key, value, attn_mask, factor)
-    return attended
-
-
-def _through_softmax(weights: Tensor, x: Tensor) -> Tensor:
-    """A tangent or a gradient of a softmax, times its derivative, which is symmetric."""
-    weighted = weights * x
-    return weighted - weights * weighted.sum(-1, keepdim=True)
-
-
-class _Attention(torch.autograd.Function):
-    """Softmax of the scores, times the values; and the softmax."""
-
-    apply: ClassVar[Any]
-
-    @staticmethod
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, factor: float
-    ) -> tuple[Tensor, Tensor]:
-        scores = (query * factor) @ key.transpose(-2, -1)
-        if mask is None:
-            weights = scores.softmax(-1)
-        else:
-            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
-            # As in torch, what may attend to nothing gets zeros.
-            weights = scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True).isneginf(), 0)
-        return weights @ value, weights
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, _mask, ctx.factor = inputs
-        ctx.save_for_backward(query, key, value, output[1])
-        ctx.save_for_forward(query, key, value, output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(
-        ctx: Any, of_attended: OptionalTensor, of_weights: OptionalTensor
-    ) -> tuple[OptionalTensor, ...]:
-        query, key, value, weights = ctx.saved_tensors
-        of_value = None
-        if of_attended is not None:
-            of_value = weights.transpose(-2, -1) @ of_attended
-            of_weights = plus(of_weights, of_attended @ value.transpose(-2, -1))
-        if of_weights is None:
-            return None, None, of_value, None, None
-        of_scores = _through_softmax(weights, of_weights) * ctx.factor
-        return of_scores @ key, of_scores.transpose(-2, -1) @ query, of_value, None, None
-
-    @staticmethod
-    def jvp(
-        ctx: Any, query_dot: OptionalTensor, key_dot: OptionalTensor, value_dot: OptionalTensor, *_: None
-    ) -> tuple[OptionalTensor, OptionalTensor]:
-        query, key, value, weights = ctx.saved_tensors
-        scores_dot = None if query_dot is None else query_dot @ key.transpose(-2, -1)
-        if key_dot is not None:
-            scores_dot = plus(scores_dot, query @ key_dot.transpose(-2, -1))
-        attended_dot = None if value_dot is None else weights @ value_dot
-        if scores_dot is None:
-            return attended_dot, torch.zeros_like(weights)
-        weights_dot = _through_softmax(weights, scores_dot * ctx.factor)
-        return plus(attended_dot, weights_dot @ value), weights_dot

@@ -22,7 +22,6 @@ from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops import _node as node
 from torchopt_dist.ops._columns import (
-    Bars,
     Columns,
     check_lengths,
     check_tensors,
@@ -53,7 +52,6 @@ def adam(
     maximize: bool = False,
     fused: bool | None = None,
     inplace: bool = False,
-    bars: Bars | None = None,
 ) -> tuple[list[Tensor], ...]:
     """The directions and the next state; differentiable to any order, in ``eps`` and the decays too.
 
@@ -77,11 +75,9 @@ def adam(
         fused: None uses a kernel where there is one, False uses the formula, True raises an error where there is no
             kernel. The kernel has no derivatives for hyper-parameters that are tensors.
         inplace: if True, may overwrite ``exp_avgs``, ``exp_avg_sqs``, ``steps`` and ``params``.
-        bars: gradients of the first three results; with them no step is made, see below.
 
     Returns:
-        Directions or moved parameters, ``exp_avgs``, ``exp_avg_sqs``, ``steps``. With ``bars``, the gradients of
-        ``grads``, ``exp_avgs``, ``exp_avg_sqs`` and, if given, ``params``.
+        Directions or moved parameters, ``exp_avgs``, ``exp_avg_sqs``, ``steps``.
 
     Raises:
         TypeError: a list holds something else than dense tensors.
@@ -117,8 +113,6 @@ def adam(
         with_params=params is not None,
         kernel_runs=kernel and numbers and dispatch.are_concrete(bias_correction1, fused),
     )
-    if bars is not None:
-        return tuple(node.pull(step, columns, bars))
     return *node.run(step, columns, inplace), bias_correction.count_up(counts, inplace=inplace)
 
 

@@ -13,7 +13,6 @@ from torchopt_dist._types import OptionalTensor
 
 __all__ = [
     "PLAIN",
-    "Bars",
     "Columns",
     "are_alike",
     "as_complex",
@@ -42,8 +41,6 @@ SMALL = 8192
 Columns: TypeAlias = Sequence[list[Tensor] | None]
 """Lists of one length, whose tensors at one place belong together; ``None`` where there is no such list."""
 
-Bars: TypeAlias = Sequence[Sequence[OptionalTensor]]
-"""Gradients of columns; ``None`` for zero."""
 
 _HALF = (torch.float16, torch.bfloat16)
 PLAIN = frozenset({Tensor, torch.nn.Parameter})

@@ -72,7 +72,6 @@ def _check_devices(xs: list[Tensor]) -> None:
 FAKES: dict[str, Callable[..., Any]] = {
     "adam": _moved,
     "adam_backward": _adam_backward,
-    "adam_backward_": _nothing,
     "rmsprop": _rmsprop,
     "rmsprop_": _nothing,
     "rmsprop_backward": _rmsprop_backward,

@@ -21,7 +21,6 @@ from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import (
     PLAIN,
-    Bars,
     Columns,
     flatten,
     in_portions,
@@ -33,7 +32,7 @@ from torchopt_dist.ops._columns import (
     widened,
 )
 
-__all__ = ["Step", "pull", "run"]
+__all__ = ["Step", "run"]
 
 
 class Map(ABC):
@@ -133,26 +132,6 @@ def run(map: Map, columns: Columns, inplace: bool = False) -> list[list[Tensor]]
     if map.kernel_runs:
         return map.kernel(columns)
     return map.formula(columns, inplace=True) if inplace else _in_portions(map, columns)
-
-
-def pull(step: Step, columns: Columns, bars: Bars) -> list[list[Tensor]]:
-    """The gradients of the given columns, without a graph; the step itself is not made.
-
-    Args:
-        step: the step.
-        columns: its input.
-        bars: the gradients of its results, one of which at least is there at each place.
-    """
-    there = tuple(column is not None for column in columns)
-    first, *others = _with_zeros(bars)
-    if first is None:
-        first = _zeros(others)
-    given = [first, *([None] * len(first) if bar is None else bar for bar in others)]
-    with torch.no_grad():
-        if not step.is_one_node:
-            return _pulled_through(step, columns, [first, *others])
-        found = _gradients(step, step.saved(columns), there, given)
-    return [[x for x in column if x is not None] for column in found]
 
 
 def _in_portions(map: Map, columns: Columns) -> list[list[Tensor]]:

@@ -21,7 +21,6 @@ from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops import _node as node
 from torchopt_dist.ops._columns import (
-    Bars,
     Columns,
     check_lengths,
     check_tensors,
@@ -53,7 +52,6 @@ def rmsprop(
     lr: float = 0.0,
     fused: bool | None = None,
     inplace: bool = False,
-    bars: Bars | None = None,
 ) -> tuple[list[Tensor], ...]:
     """The directions and the next state; differentiable to any order, in ``alpha``, ``eps`` and ``momentum`` too.
 
@@ -73,11 +71,9 @@ def rmsprop(
         fused: None uses a kernel where there is one, False the formulas, True raises an error where there is no kernel.
             The kernel has no derivatives for hyper-parameters that are tensors.
         inplace: if True, may overwrite the averages, the running sums and the parameters.
-        bars: gradients of the results; with them no step is made, see below.
 
     Returns:
-        Directions or moved parameters, ``square_avgs``, ``grad_avgs`` if centered, ``momentum_buffers`` if given. With
-        ``bars``, the gradients of ``grads``, of these that are there, and, if given, of ``params``.
+        Directions or moved parameters, ``square_avgs``, ``grad_avgs`` if centered, ``momentum_buffers`` if given.
 
     Raises:
         TypeError: a list holds something else than dense tensors.
@@ -105,8 +101,6 @@ def rmsprop(
     factor = 1.0 if params is None else -lr
     there = tuple(column is not None for column in columns)
     step = _RMSprop(alpha, eps, momentum, nesterov, factor, there, kernel and numbers)
-    if bars is not None:
-        return tuple(node.pull(step, columns, bars))
     return tuple(node.run(step, columns, inplace))
 
 

@@ -22,7 +22,6 @@ from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops import _node as node
 from torchopt_dist.ops._columns import (
-    Bars,
     Columns,
     are_alike,
     check_lengths,
@@ -53,7 +52,6 @@ def sgd(
     maximize: bool = False,
     fused: bool | None = None,
     inplace: bool = False,
-    bars: Bars | None = None,
 ) -> tuple[list[Tensor], ...]:
     """Moved parameters and the next state; differentiable to any order, in the hyper-parameters too.
 
@@ -72,11 +70,9 @@ def sgd(
         fused: None uses a kernel where there is one and it helps, False uses the formula, True raises an error where
             there is no kernel. The kernel has no derivatives for hyper-parameters that are tensors.
         inplace: if True, may overwrite ``momentum_buffers``, ``steps`` and ``params``.
-        bars: gradients of moved parameters and, with momentum, of ``momentum_buffers``; with them no step is made.
 
     Returns:
-        Moved parameters, or steps; with momentum also ``momentum_buffers``, and with dampening then ``steps``. With
-        ``bars``, the gradients of ``grads``, of ``momentum_buffers`` where they are there, and, if given, ``params``.
+        Moved parameters, or steps; with momentum also ``momentum_buffers``, and with dampening then ``steps``.
 
     Raises:
         TypeError: a list holds something else than dense tensors.
@@ -84,13 +80,7 @@ def sgd(
         RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
     """
     only_adds = not fused and is_zero(momentum) and is_zero(weight_decay) and not maximize
-    if (
-        only_adds
-        and params is not None
-        and bars is None
-        and not momentum_buffers
-        and not isinstance(lr, Tensor)
-    ):
+    if only_adds and params is not None and not momentum_buffers and not isinstance(lr, Tensor):
         dispatch.check_choice(fused)
         check_lengths({"grads": grads, "params": params})
         _check_tensors({"grads": grads, "params": params}, True)
@@ -121,8 +111,6 @@ def sgd(
         kernel_runs=kernel and numbers and dispatch.are_concrete(taken, fused),
     )
     given = [grads, sums, columns.get("params")]
-    if bars is not None:
-        return tuple(node.pull(step, given, bars))
     made = node.run(step, given, inplace)
     return *made, *([] if counts is None else [bias_correction.count_up(counts, inplace=inplace)])
 

@@ -28,7 +28,6 @@ __all__ = ["accelerated_op_available", "is_available", "why_not"]
 OPS = (
     "adam",
     "adam_backward",
-    "adam_backward_",
     "rmsprop",
     "rmsprop_",
     "rmsprop_backward",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torchopt_dist.ops._adam import adam, adam_
-from torchopt_dist.ops._adam_backward import adam_backward_
 from torchopt_dist.transform._fused_step import FusedStep, fused_step
 from torchopt_dist.transform.scale_by_adam import ScaleByAdamState
 
@@ -22,6 +21,5 @@ def fused_adam(**options: Any) -> FusedStep | None:
         adam_,
         adam,
         ScaleByAdamState,
-        backward_in_place=adam_backward_,
         **options,
     )

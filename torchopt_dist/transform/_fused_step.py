@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor, OptState, Params, ScalarOrSchedule, Updates
+from torchopt_dist._types import OptState, Params, ScalarOrSchedule, Updates
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number, is_schedule
-from torchopt_dist.transform._pulled_step import StepDerivative, leaves_of
 from torchopt_dist.transform._step_options import StepOptions
 
 __all__ = ["FusedStep", "fused_step"]
+
+
+def leaves_of(field: Any) -> list[Any]:
+    """The leaves of a field. Most fields are lists of tensors: the check takes a tenth of the time of flattening."""
+    return field if type(field) is list and {*map(type, field)} == {Tensor} else pytree.flatten(field)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +132,6 @@ class FusedStep:
     """The step that overwrites parameters and state; ``None`` where none is known."""
     differentiable: DifferentiableStep | None = None
     """The step that is recorded in the graph."""
-    pulled: StepDerivative | None = None
-    """The derivative of the differentiable step, by itself."""
     first_link: int = 0
     """The steps stand for this link of the chain and all after it; the links before it run first, as they are."""
     of_gradients_alone: bool = False
@@ -145,7 +147,7 @@ class FusedStep:
         """The same steps with another number, or schedule, as ``lr``; none, if that is a tensor."""
         if isinstance(lr, Tensor):
             return FusedStep()
-        steps = {"in_place": self.in_place, "differentiable": self.differentiable, "pulled": self.pulled}
+        steps = {"in_place": self.in_place, "differentiable": self.differentiable}
         made: dict[str, Any] = {
             name: replace(step, options=step.options.with_learning_rate(lr))
             for name, step in steps.items()
@@ -159,7 +161,6 @@ def fused_step(
     in_place: Callable[..., None] | None,
     differentiable: Callable[..., tuple[list[Any], ...]] | None,
     *state_types: type[Any] | None,
-    backward_in_place: Callable[..., OptionalTensor] | None = None,
     only_adds: bool = False,
     **options: Any,
 ) -> FusedStep | None:
@@ -170,11 +171,7 @@ def fused_step(
             links' states, ``exp_avgs`` for ``exp_avg``; and the options.
         differentiable: takes lists of real tensors: gradients, parameters by the name ``params``, the fields of these
             links' states by theirs where they are not ``()``, and the options; gives the moved parameters and the next
-            fields, in the order of the chain. With gradients of these, but for a last field that counts steps, as
-            ``bars``, it gives those of its gradients, of these fields and of the parameters.
-        backward_in_place: as ``differentiable`` with ``bars``, but it takes the gradients of its results as lists, and
-            overwrites them, and what is to be overwritten by the gradients of its gradients as ``to_grads``; with
-            ``terms``, tensors to compute in, it gives the gradient of ``lr``. ``None`` from it: nothing was done.
+            fields, in the order of the chain.
         only_adds: minus ``lr``, if that is a number, times the gradient is added to a parameter, and that is all.
         state_types: the types of those links' states, ``None`` for a link left out; the other links have no state.
         options: the hyper-parameters, and whatever else both ops take; one that is ``None`` is not passed. ``lr``
@@ -198,7 +195,6 @@ def fused_step(
     return FusedStep(
         overwriting,
         DifferentiableStep(differentiable, types, numbers),
-        StepDerivative(differentiable, backward_in_place, types, numbers),
         of_gradients_alone=schedule is None and not given.get("weight_decay", 0.0),
         gradient_factor=-lr if only_adds and schedule is None else None,
     )

@@ -12,19 +12,15 @@ from torchopt_dist import pytree
 from torchopt_dist._types import OptionalTensor, OptState, Params, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import PLAIN, are_alike, pick, present, put
-from torchopt_dist.transform._pulled_step import PulledStep, Room, StepBars
 from torchopt_dist.transform._recorded_gradients import update_by_own
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
-from torchopt_dist.transform.scale import learning_rate_of
 
 __all__ = [
     "apply_updates",
     "differentiable_step",
     "move_",
     "parts_of",
-    "pulls_in_place",
     "step_in_place",
-    "step_pulled_back",
     "training_step",
     "with_gradients_added",
 ]
@@ -167,67 +163,6 @@ def parts_of(
     first, links = impl.fused_step.first_link, impl.transformations
     rest = ChainedGradientTransformation(*links[first:], fused_step=impl.fused_step.after(-first))
     return ChainedGradientTransformation(*links[:first]), rest
-
-
-def pulls_in_place(impl: GradientTransformation) -> bool:
-    """Whether :func:`step_pulled_back` may be able to work in place."""
-    pulled = impl.fused_step.pulled if isinstance(impl, ChainedGradientTransformation) else None
-    return pulled is not None and pulled.op_in_place is not None
-
-
-def step_pulled_back(
-    impl: GradientTransformation,
-    params: Params,
-    grads: Updates,
-    state: OptState,
-    bars: StepBars,
-    room: Room | None = None,
-) -> tuple[PulledStep, Tensor | None] | None:
-    """Gradients of what :func:`differentiable_step` makes → of what it is made of, without a graph.
-
-    Args:
-        impl: the transformation.
-        params: as there.
-        grads: likewise.
-        state: likewise.
-        bars: the gradients.
-        room: see :class:`~torchopt_dist.transform._pulled_step.StepDerivative`.
-
-    Returns:
-        The gradients, and that of the learning rate, if it has a graph; ``None`` where that is not known for the chain.
-    """
-    if not isinstance(impl, ChainedGradientTransformation):
-        return None
-    pull, links = impl.fused_step.pulled, impl.transformations
-    if pull is None or impl.fused_step.first_link != 0 or learning_rate_of(links[-1]) is None:
-        return None
-    leaves, spec = pytree.flatten(params)
-    with torch.no_grad():
-        of_leaves = pytree.flatten_like(spec, grads, "updates", "params")
-        found = pull(leaves, of_leaves, state, bars, room)
-        if found is None or found.lr is None:
-            return None if found is None else (found, None)
-        if found.of_lr is not None:
-            return found, found.of_lr.to(found.lr)
-        links_before = ChainedGradientTransformation(*links[:-1])
-        directions, _ = update_by_own(links_before, grads, state[:-1], params=params, inplace=False)
-        steps = pytree.flatten_like(spec, directions, "updates", "params")
-        pairs = [
-            (x, bar) for x, bar in zip(steps, bars.params, strict=True) if x is not None and bar is not None
-        ]
-        total = torch.zeros_like(found.lr)
-        for x, bar in pairs:
-            total -= _inner(x, bar).to(total)
-        return found, total
-
-
-def _inner(x: Tensor, y: Tensor) -> Tensor:
-    if type(x).__name__ == "DTensor":  # each process has a part of the sum
-        whole: Tensor = (x * y).sum().full_tensor()  # type: ignore[attr-defined]
-        return whole
-    if x.dtype in (torch.float32, torch.float64):
-        return torch.dot(x.reshape(-1), y.reshape(-1))
-    return (x.float() * y.float()).sum()
 
 
 def training_step(

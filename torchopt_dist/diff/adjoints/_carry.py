@@ -17,7 +17,6 @@ __all__ = [
     "Batches",
     "Carry",
     "Evaluation",
-    "LookFn",
     "Outcome",
     "StepFn",
     "StopFn",
@@ -27,9 +26,6 @@ __all__ = [
 
 Batches = Sequence[Any] | Callable[[int], Any] | None
 """By number of the step; ``None`` where the loss takes no batch."""
-LookFn = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
-"""Is shown the ends of a part of a loss's graph, what they are differentiated with respect to, and the buffers after
-the step; the whole loss is one part, unless it is differentiated in several."""
 UpdateLookFn = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[], Sequence[Tensor]]], None]
 """Is shown the ends of the graph of an update, what it may begin with, and what makes it once more."""
 StopFn = Callable[[int, Tensor], Any]
@@ -79,4 +75,4 @@ class StepFn(Protocol):
 
 
 WatchFn = Callable[[Carry, int, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
-"""Is shown what a step starts from, its number, and what a :data:`LookFn` is shown."""
+"""Is shown what a step starts from, its number, the loss, the parameters as leaves, and the buffers after the step."""

@@ -7,7 +7,6 @@ graph), that stays as it was: the step leaves the parameter's memory alone, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,28 +21,12 @@ from torchopt_dist.transform.base import GradientTransformation
 __all__ = ["moved_in_place", "owned"]
 
 
-def owned(
-    leaves: Sequence[Tensor], state: OptState, places: Sequence[int], *, but: Sequence[Any] | None = None
-) -> tuple[list[Tensor], OptState]:
-    """Copies, without history, of the leaves at ``places`` and of a state; other leaves stay the same tensors.
-
-    If ``but`` is given, only of what is in the memory of one of these.
-    """
-    taken = None if but is None else {_memory(leaf) for leaf in but if isinstance(leaf, Tensor)}
-
-    def copy(tensor: Tensor) -> Tensor:
-        return _copied(tensor) if taken is None or _memory(tensor) in taken else tensor
-
+def owned(leaves: Sequence[Tensor], state: OptState, places: Sequence[int]) -> tuple[list[Tensor], OptState]:
+    """Copies, without history, of the leaves at ``places`` and of a state; other leaves stay the same tensors."""
     copies = list(leaves)
     for place in places:
-        copies[place] = copy(copies[place])
-    return copies, pytree.map_tensors(copy, state)
-
-
-def _memory(tensor: Tensor) -> int:
-    if hasattr(tensor, "to_local"):  # a DTensor, which has its memory in another tensor
-        tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+        copies[place] = _copied(copies[place])
+    return copies, pytree.map_tensors(_copied, state)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +31,6 @@ from torchopt_dist.diff.adjoints._carry import (
     Batches,
     Carry,
     Evaluation,
-    LookFn,
     Outcome,
     StepFn,
     StopFn,
@@ -167,11 +165,6 @@ class Loop:
         finally:
             _substituting.reset(before)
 
-    def inside_again(self, function: Callable[[], T]) -> T:
-        """Call a function as a step calls the loss, inside the same ``vmap``."""
-        with self.substituted():
-            return function()
-
     def run(self, step: StepFn, carry: Carry, start: int = 0, end: int | None = None) -> Outcome:
         """Run the steps from ``start`` to before ``end``, or until the caller's predicate ends the loop."""
         losses: list[Tensor] = []
@@ -288,14 +281,6 @@ class Loop:
         params, state = owned(carry.params, carry.state, self.model.moved_places)
         return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
 
-    def apart(self, carry: Carry, other: Carry) -> Carry:
-        """The same numbers; what is in the memory of another carry is copied, so that a step may overwrite it."""
-        if not self.trains_in_place:
-            return carry
-        leaves = [*other.params, *pytree.flatten(other.state)[0]]
-        params, state = owned(carry.params, carry.state, self.model.moved_places, but=leaves)
-        return carry._replace(params=self._tied(params), state=state)
-
     def first_order_step(self, carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
         """A step whose gradient is a constant; the optimizer's update is recorded."""
         found = self.gradient(carry, number, record=False)
@@ -356,10 +341,14 @@ class Loop:
                     (loss,) = mean(self.ranks, [loss])
             else:
                 watch = watch or self.watch
-                look = _nothing if watch is None else partial(watch, carry, number)
-                loss, aux, found, buffers = self.swept(
-                    self._tied(leaves), carry.buffers, number, wanted, look
-                )
+                loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
+                if watch is not None:
+                    watch(carry, number, [loss], wanted, buffers)
+                found = [None] * len(wanted)
+                if loss.requires_grad:
+                    ones = None if loss.numel() == 1 and loss.is_floating_point() else torch.ones_like(loss)
+                    with self.substituted():  # a checkpoint calls a part of the loss again
+                        found = grad_of_loss(loss, wanted, ones, in_modes=self.others is not None)
                 if all(grad is None for grad in found):
                     gradients(loss.sum(), wanted, create_graph=False)  # says what is wrong
                 if self.ranks is not None:
@@ -401,35 +390,6 @@ class Loop:
         tensors = iter(others[count:])
         aux = pytree.unflatten(spec, [next(tensors) if leaf is _HERE else leaf for leaf in flat])
         return Evaluation(loss, aux, self._at_places(found), others[:count])
-
-    def swept(
-        self,
-        params: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        number: int,
-        wanted: Sequence[Tensor],
-        look: LookFn,
-    ) -> Evaluation:
-        """Evaluate the loss of a step and its gradient, where grad mode is on.
-
-        Args:
-            params: parameters, a tied one at each of its places; they may be duals.
-            buffers: as :meth:`evaluate`.
-            number: the number of the step.
-            wanted: the tensors to differentiate with respect to; they require grad.
-            look: called with the graph before the backward pass.
-
-        Returns:
-            The loss, the other values that it returned, a gradient for each of ``wanted``, and the buffers after it.
-        """
-        loss, aux, after = self.evaluate(params, buffers, number)
-        look([loss], wanted, after)
-        found: Sequence[OptionalTensor] = [None] * len(wanted)
-        if loss.requires_grad:
-            ones = None if loss.numel() == 1 and loss.is_floating_point() else torch.ones_like(loss)
-            with self.substituted():  # a checkpoint calls a part of the loss again
-                found = grad_of_loss(loss, wanted, ones, in_modes=self.others is not None)
-        return Evaluation(loss, aux, list(found), after)
 
     def evaluate(
         self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
@@ -546,10 +506,6 @@ def _has_history(state: OptState) -> bool:
     if isinstance(state, Tensor):
         return state.requires_grad
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.flatten(state)[0])
-
-
-def _nothing(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Ignore the graph."""
 
 
 def _check_signature(loss: Any, *batch: Any) -> None:

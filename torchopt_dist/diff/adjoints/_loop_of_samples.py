@@ -69,10 +69,6 @@ class VmappedLoop(Loop):
 
         return self.around.call(inside)
 
-    def inside_again(self, function: Callable[[], T]) -> T:
-        """As :meth:`Loop.inside_again`."""
-        return self.around.call(lambda: self._inside().inside_again(function))
-
     def moved(self, carry: Carry, found: Evaluation, *, record: bool) -> Carry:
         """As :meth:`Loop.moved`, for each sample by itself."""
         entry, stack = self.around.entry, self.around.stack
@@ -126,7 +122,6 @@ def over_samples(loop: Loop, around: Samples) -> VmappedLoop:
     first, model, stop = loop.first, loop.model, loop.stop
 
     def dense(tensor: Tensor) -> Tensor:
-        # Each entry in memory of its own, as duals of forward mode must have it.
         return around.stack(tensor).contiguous()
 
     moved = {place for place, origin in enumerate(model.first_places) if origin in model.moved_places}

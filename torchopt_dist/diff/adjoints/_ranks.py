@@ -113,16 +113,6 @@ class Ranks:
             for place, (grad, used) in enumerate(zip(grads, self.used, strict=True))
         ]
 
-    def mean_of_products(self, bars: Sequence[OptionalTensor]) -> list[OptionalTensor]:
-        """The mean of gradients of the moved parameters; what no loss uses is the same on all ranks, and stays."""
-        if self.shards:
-            return list(bars)
-        assert self.used is not None
-        of_losses = [bar if used else None for bar, used in zip(bars, self.used, strict=True)]
-        filled = self.filled(of_losses)
-        means = self._at(filled, self.reduced([bar for bar in filled if bar is not None]))
-        return [mean if used else bar for bar, mean, used in zip(bars, means, self.used, strict=True)]
-
     def reduced(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The mean of each tensor over the ranks, by one message a dtype and device; nothing is recorded."""
         found: list[Tensor] = list(tensors)

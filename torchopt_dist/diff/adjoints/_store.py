@@ -36,16 +36,6 @@ class Store:
         """Whether what is kept has its own memory."""
         return self._where is not None or self._ranks is not None
 
-    @property
-    def parts(self) -> bool:
-        """Whether other ranks keep a part."""
-        return self._ranks is not None
-
-    @property
-    def whole(self) -> Store:
-        """One that keeps all here, in the same place."""
-        return Store(self._where)
-
     def keep(self, value: T) -> Callable[[], T]:
         """Keep a tree of tensors; the function returned gives it back, as often as it is called."""
         give: Callable[[], T] = (

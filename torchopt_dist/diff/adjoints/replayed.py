@@ -1,4 +1,4 @@
-"""A loop → its outcome with the exact gradient, of which snapshots and one step's graph are kept."""
+"""A loop → its outcome with the exact gradient, for which segments of steps are run again."""
 
 from __future__ import annotations
 
@@ -35,34 +35,28 @@ def _with_sweep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
 @unless(_with_sweep)
 @dataclass(frozen=True)
 class Replayed(Adjoint):
-    """The exact gradient without the graph of all steps: steps are run again, and differentiated one by one.
+    """The exact gradient without the graph of all steps: segments of steps are run again.
 
-    A snapshot has the parameters, the optimizer's state and the buffers that a step starts from. With fewer snapshots
-    than steps, they are placed so that the fewest steps are run again (Griewank and Walther, 2000); with room for all
-    steps, the inner gradient of each is kept, and few snapshots. Backward of a step is one sweep of forward over
-    reverse mode, so no graph of a graph is made (Kemaev et al., 2025); where an operation of the loss has no forward
-    mode, the step is recorded by itself, and a warning says so. Where the loss's intermediate results are small
-    compared with the parameters, the graph of a graph is small, too; it is recorded then, since that takes less time.
-    The gradient can be differentiated itself, by a replay whose steps are recorded one by one; a third derivative
-    records all steps together, and a warning says so. ``meta`` must list every tensor that the loss uses from outside
-    and that requires grad. Inside of ``vmap`` the loops of all samples are replayed as one; inside of other transforms
-    of ``torch.func`` all steps are recorded, and a warning says so.
+    What a segment starts from is kept: parameters, the optimizer's state and buffers, a *snapshot*. When the gradient
+    comes back to a segment, it is run again, in smaller segments, down to single steps, whose graph is recorded and
+    gone through: a tree of :func:`~torchopt_dist.remat`. With fewer snapshots than steps they are placed so that the
+    fewest steps are run again (Griewank and Walther, 2000). Steps whose graphs are small are recorded several at a
+    time. The gradient can be differentiated itself, to any order, each time with the graph of so few steps. ``meta``
+    must list every tensor that the loss uses from outside and that requires grad. A step that is run again must have
+    the loss that it had, or an error says which has not. Inside of ``vmap`` the loops of all samples are replayed as
+    one; inside of other transforms of ``torch.func`` all steps are recorded, and a warning says so.
 
     Args:
-        memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``. It is shared among
-            snapshots and inner gradients of steps so that the loss is evaluated the fewest times.
-        snapshots: their number, that of the start among them, or ``'all'``: so many that no loss need be evaluated
-            again to return to a step. That is the default if neither is given.
+        memory: for the snapshots together: a number of bytes, or a string such as ``'2GiB'``.
+        snapshots: their number, that of the start among them, or ``'all'``: one a step, so that each step is run again
+            once. That is the default if neither is given.
         store: where snapshots are kept: ``'cpu'``, or a folder; on the tensors' own device, if not given.
-        blocks: an ``nn.Sequential`` or ``nn.ModuleList`` in the module that is adapted, whose modules its forward calls
-            one after another; or ``"auto"``, the one with the most modules that has at least half of the parameters.
-            Gradients are then taken block by block: the inputs of all blocks are kept, and the graph of one block at a
-            time, which is called once more. What is computed before the first block counts as a block, and so does what
-            is computed after the last one.
-        sharded: with ``inner_loop(..., parallel=...)``: each rank keeps its part of snapshots and inner gradients, and
-            gathers them when they are needed; ``memory`` is that of one rank. Without ``memory`` and ``snapshots`` each
-            is gathered once, and a stretch of the square root of all steps is held whole on the way back; otherwise
-            all are held in parts, and gathered each time.
+        blocks: an ``nn.Sequential`` or ``nn.ModuleList`` in the module that is adapted; or ``"auto"``, the one with the
+            most modules that has at least half of the parameters. Each of its modules is a
+            :func:`~torchopt_dist.remat`: of a step's graph there are the inputs of all blocks, and what one block
+            makes.
+        sharded: with ``inner_loop(..., parallel=...)``: each rank keeps its part of snapshots, and gathers them when
+            they are needed; ``memory`` is that of one rank.
         check: evaluate the first step twice, and raise an error unless loss and gradient are the same.
 
     Raises:
@@ -70,7 +64,8 @@ class Replayed(Adjoint):
             tensors and numbers.
         ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; from ``inner_loop``: ``memory`` is
             less than a snapshot takes, a tensor that the loss uses is not in ``meta``, ``blocks`` are not in the module
-            or do not compose to its forward, or ``check`` finds a difference.
+            or hand on tensors by other ways than their arguments and results, or ``check`` finds a difference.
+        RuntimeError: from a backward pass: a step that is run again has another loss than it had.
 
     Example:
         >>> import torch, torchopt_dist as todist
