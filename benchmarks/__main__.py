@@ -44,6 +44,7 @@ PROGRAMS = (
     Program("many_workers", ("--seconds", "5")),
     Program("kernels"),
     Program("launch", ("--rounds", "3")),
+    Program("replaying", ("--rounds", "1")),
     Program("attention", ("--rounds", "1")),
     Program("implicit"),
     Program("evolution_strategies"),
