@@ -215,7 +215,9 @@ class OnlyThese(_FromOutside):
 def edge_of(tensor: Tensor) -> Edge:
     """The node that made a tensor, or that accumulates a leaf's gradient, and which of its results the tensor is."""
     with torch.enable_grad():
-        if tensor.grad_fn is None and tensor.layout != torch.strided:  # torch asks a view, which a sparse tensor lacks
+        if (
+            tensor.grad_fn is None and tensor.layout != torch.strided
+        ):  # torch asks a view, which a sparse tensor lacks
             copied: Any = tensor.clone().grad_fn
             found: Edge = copied.next_functions[0]
             return found

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,11 +106,13 @@ class _Replay:
     """How many steps are recorded together."""
     losses: list[Tensor] = field(default_factory=list)
     """Of the steps, when they ran first."""
+    seen: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Losses of steps that were run again, with the number of the first, that are still to be compared."""
 
     def __post_init__(self) -> None:
         self.autocast = current_autocast()
         given = self.loop.declared
-        self.declared = list(given)
+        self.declared: list[Tensor] = list(given)
         # Tensors that depend on each other are exchanged for leaves while a step runs: otherwise what one gets by way
         # of another would count twice. So are those that a loop around this one has exchanged, which it takes back.
         if self.loop.is_substituted or depend_on_each_other(self.loop.tensors):
@@ -125,13 +128,10 @@ class _Replay:
 
     def run(self) -> Outcome:
         """Run all steps, and connect each segment as it ends."""
-        given = self.loop.joined or self.loop.declared
-        tensors = self.tensors(self.loop.first)
-        if (
-            self.loop.others is not None
-        ):  # views are of what a loop around this one has put in the places of these
+        given, tensors = list(self.loop.joined or self.loop.declared), self.tensors(self.loop.first)
+        if self.loop.others is not None:  # views are of what a loop around this one has put in their places
             given, tensors = [x.view_as(x) for x in given], [x.view_as(x) for x in tensors]
-        chain = _Chain(self, list(given), tensors, self.loop.first)
+        chain = _Chain(self, given, tensors, self.loop.first)
         ends: dict[int, int] = {}
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
@@ -355,20 +355,30 @@ class _Replay:
                 )
 
     def _compare(self, first: int, losses: Sequence[Tensor]) -> None:
-        """Raise unless steps that are run again have the losses that they had, but for rounding."""
+        """Raise unless steps that are run again have the losses that they had, but for rounding.
+
+        A GPU is not waited for at each step, but when the first one has been gone through.
+        """
         now = torch.stack([loss.detach() for loss in losses])
-        had = torch.stack(self.losses[first : first + len(losses)])
+        self.seen.append((first, now))
+        if now.is_cpu or first == 0:
+            seen, self.seen = self.seen, []
+            for number, again in seen:
+                self._compare_now(number, again)
+
+    def _compare_now(self, first: int, now: Tensor) -> None:
+        had = torch.stack(self.losses[first : first + len(now)])
         eps = torch.finfo(now.dtype).eps
         same = torch.isclose(now, had, rtol=eps**0.5, atol=eps**0.75, equal_nan=True)
         if not bool(same.all()):
-            flat = same.reshape(len(losses), -1).all(1)
-            place = int((~flat).nonzero()[0])
-            one, other = (x.reshape(len(losses), -1)[place].tolist() for x in (had, now))
+            place = int((~same.flatten(1) if same.ndim > 1 else ~same[:, None]).any(1).nonzero()[0])
+            one, other = (
+                ", ".join(f"{x:.6g}" for x in losses[place].reshape(-1).tolist()) for losses in (had, now)
+            )
             raise RuntimeError(
                 "`loss` must give the same whenever a step is run again: the loss of step "
-                f"{first + place} was {', '.join(f'{x:.6g}' for x in one)}, and is now "
-                f"{', '.join(f'{x:.6g}' for x in other)}; something that it uses was changed in between, or its random "
-                "numbers are not torch's"
+                f"{first + place} was {one}, and is now {other}; something that it uses was changed in between, or its "
+                "random numbers are not torch's"
             )
 
 
@@ -409,7 +419,7 @@ class _Back:
         rest = segment.rest
         for part in replay.parts(segment):
             part = replace(part, rest=rest)
-            starts.append((part, replay.kept(now) if starts else lambda now=now: now))
+            starts.append((part, replay.kept(now) if starts else partial(list, now)))
             if part.end < segment.end:
                 after = replay.plain(part, now)
                 *now, _losses = after.values

@@ -62,11 +62,11 @@ def nodes_of_blocks(loop: Loop) -> Iterator[Callable[[Any], None]]:
     try:
         yield calls.check
     finally:
-        for block, forward in own:
-            if forward is None:
+        for block, before in own:
+            if before is None:
                 del vars(block)["forward"]
             else:
-                vars(block)["forward"] = forward
+                vars(block)["forward"] = before
 
 
 class _Calls:

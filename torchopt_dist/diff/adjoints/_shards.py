@@ -97,7 +97,11 @@ class ShardedModel(Model):
         """Raise an error if a node of a loss's graph that is no block's uses a part of one of its parameters."""
         assert isinstance(self.whole, ModuleModel)
         held = self.whole.places_in(self.whole.part(""))
-        parts = {edge_of(container[name]): place for container, name, place in held if place in self._inside}
+        parts = {
+            edge_of(part): place
+            for container, name, place in held
+            if place in self._inside and (part := container[name]) is not None
+        }
         for node in nodes:
             used = [parts[edge] for edge in node.next_functions if edge in parts]
             if used and not remat.is_node(node):
