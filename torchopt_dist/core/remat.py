@@ -51,8 +51,7 @@ def apply(function: PureFn, *tensors: Tensor, values: Sequence[Tensor] | None = 
     Args:
         function: called with grad mode off for its values, and with grad mode on where it is differentiated. It must
             not change its arguments, and must not depend on other tensors that require grad: they get no gradient.
-        tensors: its arguments, of any dtype. Those that require grad get gradients; one that is not used gets ``None``,
-            or zeros where a backward pass is recorded.
+        tensors: its arguments, of any dtype. Those that require grad get gradients; one that is not used gets ``None``.
         values: its values at these arguments, if they are there already, without a graph; not inside of ``torch.func``.
 
     Returns:
@@ -101,7 +100,10 @@ class _Remat(torch.autograd.Function):
             pulled = _Pulled(ctx.function, len(tensors), wanted, given)
             arguments = [*tensors, *[bars[place] for place in given]]
             if torch.is_grad_enabled() or transforms_are_active():
-                grads: Sequence[OptionalTensor] = apply(pulled, *arguments)
+                made = apply(pulled, *arguments)
+                grads: Sequence[OptionalTensor] = [
+                    None if place in pulled.unused else grad for place, grad in zip(wanted, made, strict=True)
+                ]
             else:
                 grads = pulled.found(arguments)
             for place, grad in zip(wanted, grads, strict=True):
@@ -124,13 +126,14 @@ class _Pulled:
 
     def __init__(self, function: PureFn, count: int, wanted: list[int], given: list[int]) -> None:
         self.function, self.count, self.wanted, self.given = function, count, wanted, given
+        self.unused: set[int] = set()
+        """Which arguments are not used, as far as that can be seen; a node has to give something for them."""
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        found = self.found(tensors)
-        return [
-            torch.zeros_like(tensors[place]) if grad is None else grad
-            for place, grad in zip(self.wanted, found, strict=True)
-        ]
+        pairs = list(zip(self.wanted, self.found(tensors), strict=True))
+        if not transforms_are_active():
+            self.unused = {place for place, grad in pairs if grad is None}
+        return [torch.zeros_like(tensors[place]) if grad is None else grad for place, grad in pairs]
 
     def found(self, tensors: Sequence[Tensor]) -> Sequence[OptionalTensor]:
         """The gradients; ``None`` for an argument that is not used, as far as that can be seen."""

@@ -7,9 +7,9 @@ that it uses. Buffers and random numbers are those of the first call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +27,39 @@ from torchopt_dist._vmap import Values
 from torchopt_dist.core import remat
 from torchopt_dist.diff.adjoints._autocast import current_autocast
 from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between, refuse
+from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples, samples_around
 from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.nn import _tensor_dicts
 
-if TYPE_CHECKING:
-    from torchopt_dist.diff.adjoints._loop import Loop
-
-__all__ = ["nodes_of_blocks"]
+__all__ = ["Declared", "nodes_of_blocks"]
 
 Held = list[tuple[TensorContainer, str, Any]]
 """Dictionaries of a module, a name in each, and what stands there."""
 
 
+class Declared(NamedTuple):
+    """The tensors beside parameters that there is a gradient for."""
+
+    tensors: Sequence[Tensor]
+    """As the loss finds them."""
+    are_replaced: bool
+    """Whether these stand in the places of others."""
+    replaced: Callable[[Sequence[Tensor]], AbstractContextManager[None]]
+    """Makes a context in which others stand there."""
+
+
 @contextmanager
-def nodes_of_blocks(loop: Loop) -> Iterator[Callable[[Any], None]]:
+def nodes_of_blocks(
+    names: Sequence[str], model: Model, declared: Declared
+) -> Iterator[Callable[[Any], None]]:
     """A context in which the blocks of a loop's model are nodes, where gradients are recorded.
+
+    Args:
+        names: of the blocks.
+        model: of the loop, filled.
+        declared: what there is a gradient for beside the parameters.
 
     Returns:
         What checks the loss that was computed.
@@ -53,11 +69,11 @@ def nodes_of_blocks(loop: Loop) -> Iterator[Callable[[Any], None]]:
         ValueError: a block uses what depends on parameters and is neither an argument nor its own, hands on a tensor
             by another way than by returning it, or changes what it is given.
     """
-    blocks = {id(block): (name, block) for name in loop.blocks for block in [loop.model.part(name)]}
+    blocks = {id(block): (name, block) for name in names for block in [model.part(name)]}
     own = [(block, vars(block).get("forward")) for _, block in blocks.values()]
-    calls = _Calls(loop)
+    calls = _Calls(model, declared)
     for name, block in blocks.values():
-        forward = loop.model.block_forward(block, block.forward)
+        forward = model.block_forward(block, block.forward)
         vars(block)["forward"] = partial(calls.call, name, block, forward)
     try:
         yield calls.check
@@ -72,8 +88,8 @@ def nodes_of_blocks(loop: Loop) -> Iterator[Callable[[Any], None]]:
 class _Calls:
     """The calls of blocks in one evaluation of a loss."""
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
+    def __init__(self, model: Model, declared: Declared) -> None:
+        self.model, self.declared = model, declared
         self.points: dict[int, tuple[Tensor, str]] = {}
         """Leaves that a block was called with at first, and its name: what is made of them is not connected."""
         self.overwritten: dict[Any, tuple[int, str]] = {}
@@ -98,8 +114,8 @@ class _Calls:
             return
         used = [(edge_of(loss), next_sequence_number())]
         nodes = nodes_between([loss], [])
-        if isinstance(self.loop.model, ShardedModel):
-            self.loop.model.refuse_outside(nodes)
+        if isinstance(self.model, ShardedModel):
+            self.model.refuse_outside(nodes)
         for node in nodes:
             self.refuse_unless_returned(leaf_of(node))
             number = sequence_numbers(node)(node)
@@ -143,7 +159,7 @@ class _Call:
         arguments: Any,
         around: Samples,
     ) -> None:
-        self.calls, self.loop, self.name, self.forward = calls, calls.loop, name, forward
+        self.calls, self.name, self.forward = calls, name, forward
         self.around = around
         self.tensors: list[Tensor] = []
         """The values of what the call depends on, until it is connected."""
@@ -169,7 +185,7 @@ class _Call:
         ]
         self.before, self.autocast = states(), current_autocast()
         self.own_count = len(self.tensors)
-        self.others = around.values(self.loop.others or self.loop.declared)
+        self.others = around.values(calls.declared.tensors)
         self.declared: list[int] = []
         """Which of the declared tensors come after the others."""
         self.overwritten: set[int] = set()
@@ -218,12 +234,12 @@ class _Call:
         others = [x.tensor() for x in self.others]
         for place, x in zip(self.declared, tensors[self.own_count :], strict=True):
             others[place] = self.others[place].tensor(x)
-        is_replaced = self.declared or self.loop.others is not None
+        is_replaced = self.declared or self.calls.declared.are_replaced
         try:
             with (
                 kept_generators(),
                 self.autocast.again(),
-                self.loop.instead_of_declared(others) if is_replaced else nullcontext(),
+                self.calls.declared.replaced(others) if is_replaced else nullcontext(),
             ):
                 change_generators(restore, self.before)
                 return self._run(tensors)
@@ -290,7 +306,7 @@ class _Call:
     ) -> tuple[set[int], list[Tensor]]:
         """Which declared tensors values depend on other than through the arguments, and which other leaves."""
         places = {edge_of(x.values): place for place, x in enumerate(self.others) if x.values.requires_grad}
-        parameters = {id(x.values) for x in self.around.values([*self.loop.model.part("").parameters()])}
+        parameters = {id(x.values) for x in self.around.values([*self.calls.model.part("").parameters()])}
         visited = {edge_of(x) for x in points if x.requires_grad}
         waiting = [edge_of(x) for x in values if x.requires_grad]
         found: set[int] = set()

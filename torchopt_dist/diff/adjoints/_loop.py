@@ -26,7 +26,7 @@ from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.core.second_order import refuse_left_out, why_not_twice, with_refusal
 from torchopt_dist.core.substitution import Substitute
 from torchopt_dist.diff.adjoints._autocast import forget_casts
-from torchopt_dist.diff.adjoints._block_calls import nodes_of_blocks
+from torchopt_dist.diff.adjoints._block_calls import Declared, nodes_of_blocks
 from torchopt_dist.diff.adjoints._carry import (
     Batches,
     Carry,
@@ -427,7 +427,9 @@ class Loop:
         batch = () if self.batches is None else (self.batch(number),)
         try:
             if self.blocks:
-                with nodes_of_blocks(self) as check:
+                others = self.others or self.declared
+                declared = Declared(others, self.others is not None, self.instead_of_declared)
+                with nodes_of_blocks(self.blocks, self.model, declared) as check:
                     value = self.loss(given, *batch)
                 check(value[0] if isinstance(value, tuple) else value)
                 return value
