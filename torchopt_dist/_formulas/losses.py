@@ -24,8 +24,9 @@ def huber_loss(
     input: Tensor, target: Tensor, reduction: str = "mean", delta: float = 1.0, weight: Tensor | None = None
 ) -> Tensor:
     """Squared below ``delta``, linear above it."""
-    size = (input - target).abs()
-    values = torch.where(size <= delta, 0.5 * size**2, delta * (size - 0.5 * delta))
+    error = input - target
+    size = error.abs()
+    values = torch.where(size <= delta, 0.5 * error**2, delta * (size - 0.5 * delta))
     return _reduced(values, reduction, weight)
 
 
