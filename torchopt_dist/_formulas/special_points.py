@@ -78,6 +78,32 @@ def _log_add_exp(base: float) -> Formula:
     return formula
 
 
+def _log_sum_exp(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
+    (bar,), x = bars, node._saved_self
+    if bar is None or x.is_complex():
+        return None
+    dims = _dims(node, x)
+    bar, result = (_kept(y, node, dims) for y in (bar, node._saved_result))
+    return (bar * (x - result.masked_fill(result == -math.inf, 0)).exp(),)
+
+
+def _log_cum_sum_exp(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
+    """By the square of the dimension's numbers, since torch's way by logarithms is undefined at gradients of zero."""
+    (bar,), x = bars, node._saved_self
+    if bar is None or x.is_complex() or not x.ndim:
+        return None
+    dim = _signed(node._saved_dim)
+    bar, x, result = (y.movedim(dim, -1) for y in (bar, x, node._saved_result))
+    result = result.masked_fill(result == -math.inf, 0)
+    before = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device).tril(-1)
+    weights = (x.unsqueeze(-1) - result.unsqueeze(-2)).masked_fill(before, -math.inf).exp()
+    return ((bar.unsqueeze(-2) * weights).sum(-1).movedim(-1, dim),)
+
+
 def _logit(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
     (bar,), x, eps = bars, node._saved_self, node._saved_eps
     if bar is None or eps is None:
@@ -155,6 +181,8 @@ FORMULAS: Mapping[str, Formula] = {
     "PowBackward1": _pow,
     "LogaddexpBackward0": _log_add_exp(math.e),
     "Logaddexp2Backward0": _log_add_exp(2),
+    "LogsumexpBackward0": _log_sum_exp,
+    "LogcumsumexpBackward0": _log_cum_sum_exp,
     "LogitBackward0": _logit,
     "CopysignBackward0": _copysign,
     "LinalgVectorNormBackward0": _vector_norm,
