@@ -1,8 +1,8 @@
 """Operations at special points in recorded steps → second derivatives are those of differences or of another formula.
 
 A row is an operation at a point: zeros, ties, one element, none at all, a mask that has a gradient. Where the operation
-is smooth, the expected derivative is a difference of the first ones. Where torch's first one is a convention, a function
-of elementary operations says which: the same function everywhere near the point on one side of it.
+is smooth, the expected derivative is a difference of the first ones. Where torch's first one is a convention, a
+function of elementary operations says which: the same function near the point, on one side of it.
 """
 
 from __future__ import annotations
@@ -70,17 +70,28 @@ ZEROS: dict[str, Row] = {
     "vander": Row(torch.linalg.vander, [[0.0, 2.0]]),
     "sinc": Row(torch.sinc, [[0.0, 1.0, 0.3]]),
     "sinc, near zero": Row(
-        torch.sinc, [[1e-9, -1e-6, 1e-3, 0.2]], lambda x: 1 - (math.pi * x) ** 2 / 6 + (math.pi * x) ** 4 / 120
-        - (math.pi * x) ** 6 / 5040 + (math.pi * x) ** 8 / 362880
+        torch.sinc,
+        [[1e-9, -1e-6, 1e-3, 0.2]],
+        lambda x: (
+            1
+            - (math.pi * x) ** 2 / 6
+            + (math.pi * x) ** 4 / 120
+            - (math.pi * x) ** 6 / 5040
+            + (math.pi * x) ** 8 / 362880
+        ),
     ),
     "pow, exponents 0": Row(torch.pow, [[2.0, 0.5], [0.0, 0.0]]),
     "pow, exponent 1": Row(torch.pow, [[2.0, 0.5], [1.0, 1.0]]),
     "pow of 0": Row(lambda x, y: x.abs() ** y, [[0.0, 2.0], [3.5, 2.5]]),
     "pow of 0, constant exponents": Row(
-        lambda x: x ** torch.tensor([0, 1, 2, 3]), [[0.0] * 4], lambda x: torch.stack([0 * x[0], x[1], x[2] ** 2, x[3] ** 3])
+        lambda x: x ** torch.tensor([0, 1, 2, 3]),
+        [[0.0] * 4],
+        lambda x: torch.stack([0 * x[0], x[1], x[2] ** 2, x[3] ** 3]),
     ),
     "pow of negative numbers": Row(
-        lambda x: x ** torch.tensor([0, 1, 2, 3]), [[-2.0] * 4], lambda x: torch.stack([0 * x[0] + 1, x[1], x[2] * x[2], x[3] * x[3] * x[3]])
+        lambda x: x ** torch.tensor([0, 1, 2, 3]),
+        [[-2.0] * 4],
+        lambda x: torch.stack([0 * x[0] + 1, x[1], x[2] * x[2], x[3] * x[3] * x[3]]),
     ),
     "pow broadcast": Row(torch.pow, [[[2.0], [0.5]], [0.0, 1.0, 2.0]]),
     "pow, numbers": Row(lambda x: x**2 + x**1 + x**0 + x**3, [[0.0, 1.0]]),
@@ -88,10 +99,18 @@ ZEROS: dict[str, Row] = {
     "float_power": Row(torch.float_power, [[2.0, 0.5], [0.0, 0.0]]),
     "xlogy": Row(torch.xlogy, [[0.0, 1.0], [0.5, 2.0]]),
     "xlog1py": Row(torch.special.xlog1py, [[0.0, 1.0], [0.5, 0.0]]),
-    "copysign": Row(lambda x, y: torch.copysign(x, y), [[0.0, 2.0], [1.0, -1.0]], lambda x, y: torch.stack([0 * x[0], -x[1]])),
+    "copysign": Row(
+        lambda x, y: torch.copysign(x, y),
+        [[0.0, 2.0], [1.0, -1.0]],
+        lambda x, y: torch.stack([0 * x[0], -x[1]]),
+    ),
     "abs": Row(torch.abs, [[0.0, 1.0]], lambda x: torch.stack([0 * x[0], x[1]])),
     "sgn": Row(torch.sgn, [[0.0, 1.0]], lambda x: torch.sign(x.detach()) + 0 * x),
-    "atan2": Row(torch.atan2, [[0.0, 0.0], [1.0, -1.0]], lambda x, y: torch.stack([(x[0] / y[0]).atan(), math.pi + (x[1] / y[1]).atan()])),
+    "atan2": Row(
+        torch.atan2,
+        [[0.0, 0.0], [1.0, -1.0]],
+        lambda x, y: torch.stack([(x[0] / y[0]).atan(), math.pi + (x[1] / y[1]).atan()]),
+    ),
     "hypot": Row(torch.hypot, [[0.0, 3.0], [2.0, 0.0]]),
     "log1p, expm1, asinh, erf": Row(lambda x: x.log1p() + x.expm1() + x.asinh() + x.erf(), [[0.0]]),
     "lerp": Row(torch.lerp, [[1.0, 2.0], [1.0, 5.0], [0.0, 0.5]]),
@@ -102,7 +121,9 @@ ZEROS: dict[str, Row] = {
     "renorm": Row(lambda x: torch.renorm(x, 2, 0, 1.0), [[[0.0, 0.0], [3.0, 4.0], [0.1, 0.2]]]),
     "renorm of order 3": Row(lambda x: torch.renorm(x, 3, 1, 0.5), [[[0.0, 2.0], [0.0, 0.0]]]),
     "matrix_exp": Row(torch.linalg.matrix_exp, [[[0.0, 0.0], [0.0, 0.0]]]),
-    "matrix_power of a singular matrix": Row(lambda x: torch.linalg.matrix_power(x, 3), [[[1.0, 2.0], [2.0, 4.0]]]),
+    "matrix_power of a singular matrix": Row(
+        lambda x: torch.linalg.matrix_power(x, 3), [[[1.0, 2.0], [2.0, 4.0]]]
+    ),
     "inv, slogdet of the identity": Row(
         lambda x: torch.linalg.inv(x) + torch.linalg.slogdet(x)[1], [[[1.0, 0.0], [0.0, 1.0]]]
     ),
@@ -115,28 +136,63 @@ NORMS: dict[str, Row] = {
     # A norm's gradient at zero is zero, by convention, and so is its derivative.
     "norm": Row(torch.linalg.vector_norm, [[0.0, 0.0]], lambda x: 0 * x.sum()),
     "norm, tensors": Row(torch.norm, [[[0.0, 0.0]]], lambda x: 0 * x.sum()),
-    "norm of rows": Row(partial(torch.linalg.vector_norm, dim=-1), [[[0.0, 0.0], [3.0, 4.0]]], lambda x: torch.stack([0 * x[0].sum(), (x[1] @ x[1]).sqrt()])),
-    "norm of rows, kept": Row(partial(torch.linalg.vector_norm, dim=-1, keepdim=True), [[[0.0, 0.0], [3.0, 4.0]]], lambda x: torch.stack([0 * x[0].sum(), (x[1] @ x[1]).sqrt()])[:, None]),
-    "norm of order 3": Row(partial(torch.linalg.vector_norm, ord=3, dim=0), [[[0.0, 0.0], [0.0, 2.0]]], lambda x: torch.stack([0 * x[:, 0].sum(), x[1, 1] + 0 * x[0, 1]])),
-    "norm of order 2.5, a zero": Row(partial(torch.linalg.vector_norm, ord=2.5), [[0.0, 2.0, -1.0]], lambda x: (x[1] ** 2.5 + (-x[2]) ** 2.5) ** 0.4 + 0 * x[0]),
+    "norm of rows": Row(
+        partial(torch.linalg.vector_norm, dim=-1),
+        [[[0.0, 0.0], [3.0, 4.0]]],
+        lambda x: torch.stack([0 * x[0].sum(), (x[1] @ x[1]).sqrt()]),
+    ),
+    "norm of rows, kept": Row(
+        partial(torch.linalg.vector_norm, dim=-1, keepdim=True),
+        [[[0.0, 0.0], [3.0, 4.0]]],
+        lambda x: torch.stack([0 * x[0].sum(), (x[1] @ x[1]).sqrt()])[:, None],
+    ),
+    "norm of order 3": Row(
+        partial(torch.linalg.vector_norm, ord=3, dim=0),
+        [[[0.0, 0.0], [0.0, 2.0]]],
+        lambda x: torch.stack([0 * x[:, 0].sum(), x[1, 1] + 0 * x[0, 1]]),
+    ),
+    "norm of order 2.5, a zero": Row(
+        partial(torch.linalg.vector_norm, ord=2.5),
+        [[0.0, 2.0, -1.0]],
+        lambda x: (x[1] ** 2.5 + (-x[2]) ** 2.5) ** 0.4 + 0 * x[0],
+    ),
     "norm of order 1": Row(partial(torch.linalg.vector_norm, ord=1), [[0.0, 2.0]], lambda x: x[1] + 0 * x[0]),
     "norm of order inf, a tie": Row(partial(torch.linalg.vector_norm, ord=INF), [[2.0, 2.0, 1.0]], tied_mean),
     "matrix_norm": Row(torch.linalg.matrix_norm, [[[0.0, 0.0]]], lambda x: 0 * x.sum()),
     "norm of one element": Row(torch.linalg.vector_norm, [[-2.0]], lambda x: -x.sum()),
     "dist": Row(torch.dist, [[1.0, 2.0], [1.0, 2.0]], lambda x, y: 0 * (x + y).sum()),
-    "dist of order 3": Row(partial(torch.dist, p=3), [[1.0, 2.0], [1.0, 2.0]], lambda x, y: 0 * (x + y).sum()),
+    "dist of order 3": Row(
+        partial(torch.dist, p=3), [[1.0, 2.0], [1.0, 2.0]], lambda x, y: 0 * (x + y).sum()
+    ),
     "dist, broadcast": Row(torch.dist, [[[1.0, 2.0], [0.0, 2.0]], [1.0, 2.0]]),
-    "pairwise_distance": Row(partial(F.pairwise_distance, eps=0.0), [[[1.0, 2.0], [0.0, 1.0]]] * 2, lambda x, y: 0 * (x + y).sum(-1)),
+    "pairwise_distance": Row(
+        partial(F.pairwise_distance, eps=0.0),
+        [[[1.0, 2.0], [0.0, 1.0]]] * 2,
+        lambda x, y: 0 * (x + y).sum(-1),
+    ),
     "normalize": Row(partial(F.normalize, eps=0.1), [[[0.0, 0.0], [3.0, 4.0]]]),
     "normalize, columns": Row(partial(F.normalize, eps=0.1, dim=0, p=3), [[[0.0, 3.0], [0.0, -1.0]]]),
-    "cosine_similarity": Row(partial(F.cosine_similarity, eps=0.5), [[[0.0, 0.0], [1.0, 2.0]], [[2.0, 1.0], [0.0, 0.0]]],
-        lambda x, y: 2 * (x * y).sum(-1) / torch.stack([(y[0] @ y[0]).sqrt(), (x[1] @ x[1]).sqrt()])),
+    "cosine_similarity": Row(
+        partial(F.cosine_similarity, eps=0.5),
+        [[[0.0, 0.0], [1.0, 2.0]], [[2.0, 1.0], [0.0, 0.0]]],
+        lambda x, y: 2 * (x * y).sum(-1) / torch.stack([(y[0] @ y[0]).sqrt(), (x[1] @ x[1]).sqrt()]),
+    ),
     "cosine_similarity of equals": Row(F.cosine_similarity, [[[1.0, 2.0]], [[1.0, 2.0]]]),
     "masked normalize": Row(lambda x: torch.masked.normalize(x, 2.0, 1, eps=0.1), [[[0.0, 0.0], [3.0, 4.0]]]),
     # So it is with a deviation.
     "std of equals": Row(torch.std, [[1.0, 1.0, 1.0]], lambda x: 0 * x.sum()),
-    "std of rows": Row(partial(torch.std, dim=1, correction=0, keepdim=True), [[[1.0, 1.0], [2.0, 5.0]]], lambda x: torch.stack([0 * x[0].sum(), (x[1, 1] - x[1, 0]) / 2])[:, None]),
-    "std_mean of rows": Row(lambda x: torch.stack(torch.std_mean(x, dim=-1)), [[[1.0, 1.0], [2.0, 5.0]]], lambda x: torch.stack([torch.stack([0 * x[0].sum(), (x[1, 1] - x[1, 0]) / math.sqrt(2)]), x.mean(-1)])),
+    "std of rows": Row(
+        partial(torch.std, dim=1, correction=0, keepdim=True),
+        [[[1.0, 1.0], [2.0, 5.0]]],
+        lambda x: torch.stack([0 * x[0].sum(), (x[1, 1] - x[1, 0]) / 2])[:, None],
+    ),
+    "std_mean of rows": Row(
+        lambda x: torch.stack(torch.std_mean(x, dim=-1)),
+        [[[1.0, 1.0], [2.0, 5.0]]],
+        lambda x: torch.stack(
+            [torch.stack([0 * x[0].sum(), (x[1, 1] - x[1, 0]) / math.sqrt(2)]), x.mean(-1)]
+        ),
+    ),
     "var of equals": Row(torch.var, [[1.0, 1.0, 1.0]]),
 }
 
@@ -147,11 +203,21 @@ SELECTED: dict[str, Row] = {
     "amin": Row(torch.amin, [[-2.0, 1.0, -2.0]], lambda x: -tied_mean(-x)),
     "aminmax": Row(lambda x: torch.aminmax(x)[1], [[2.0, 1.0, 2.0]], tied_mean),
     "max of rows": Row(lambda x: x.max(1).values, [[[2.0, 2.0, 1.0]]], lambda x: x[:, 0]),
-    "max of rows, the chosen one": Row(lambda x: x.max(1).values, [ROWS], lambda x: x.gather(1, x.argmax(1)[:, None])[:, 0]),
-    "maximum": Row(torch.maximum, [[2.0, 1.0], [2.0, 3.0]], lambda x, y: torch.stack([(x[0] + y[0]) / 2, y[1]])),
-    "minimum": Row(torch.minimum, [[2.0, 1.0], [2.0, 3.0]], lambda x, y: torch.stack([(x[0] + y[0]) / 2, x[1]])),
+    "max of rows, the chosen one": Row(
+        lambda x: x.max(1).values, [ROWS], lambda x: x.gather(1, x.argmax(1)[:, None])[:, 0]
+    ),
+    "maximum": Row(
+        torch.maximum, [[2.0, 1.0], [2.0, 3.0]], lambda x, y: torch.stack([(x[0] + y[0]) / 2, y[1]])
+    ),
+    "minimum": Row(
+        torch.minimum, [[2.0, 1.0], [2.0, 3.0]], lambda x, y: torch.stack([(x[0] + y[0]) / 2, x[1]])
+    ),
     "fmax": Row(torch.fmax, [[2.0, 1.0], [2.0, 3.0]], lambda x, y: torch.stack([x[0], y[1]])),
-    "clamp": Row(lambda x: x.clamp(0, 1), [[0.0, 1.0, 0.5, 2.0]], lambda x: torch.stack([x[0], x[1], x[2], 0 * x[3] + 1])),
+    "clamp": Row(
+        lambda x: x.clamp(0, 1),
+        [[0.0, 1.0, 0.5, 2.0]],
+        lambda x: torch.stack([x[0], x[1], x[2], 0 * x[3] + 1]),
+    ),
     "sort": Row(lambda x: torch.sort(x, stable=True).values, [[2.0, 1.0, 2.0]], lambda x: x[[1, 0, 2]]),
     "topk": Row(lambda x: torch.topk(x, 2).values.sum(), [[2.0, 1.0, 2.0]], lambda x: x[0] + x[2]),
     "cummax": Row(lambda x: torch.cummax(x, 0).values, [[2.0, 1.0, 2.0]], lambda x: x[[0, 0, 2]]),
@@ -162,7 +228,11 @@ SELECTED: dict[str, Row] = {
     "svdvals, apart": Row(torch.linalg.svdvals, [[[3.0, 0.0], [0.0, 2.0]]]),
     # Kinks: one side is chosen.
     "relu": Row(F.relu, [[0.0]], at_zero(0)),
-    "relu6, hardtanh": Row(lambda x: F.relu6(x) + F.hardtanh(x), [[0.0, 6.0, 1.0]], lambda x: torch.stack([x[0], 0 * x[1] + 7, x[2] + 0 * x[2]])),
+    "relu6, hardtanh": Row(
+        lambda x: F.relu6(x) + F.hardtanh(x),
+        [[0.0, 6.0, 1.0]],
+        lambda x: torch.stack([x[0], 0 * x[1] + 7, x[2] + 0 * x[2]]),
+    ),
     "leaky_relu": Row(partial(F.leaky_relu, negative_slope=0.1), [[0.0]], at_zero(0.1)),
     "elu": Row(F.elu, [[0.0]], at_zero(1)),
     "celu": Row(F.celu, [[0.0]], at_zero(1)),
@@ -174,11 +244,21 @@ SELECTED: dict[str, Row] = {
     "softsign": Row(F.softsign, [[0.0]], at_zero(1)),
     "logsigmoid, tanhshrink": Row(lambda x: F.logsigmoid(x) + F.tanhshrink(x), [[0.0]]),
     "l1_loss": Row(F.l1_loss, [[1.0, 2.0], [1.0, 3.0]], lambda x, y: ((y - x)[1] + 0 * (x - y)[0]) / 2),
-    "smooth_l1_loss": Row(F.smooth_l1_loss, [[1.0, 2.0], [1.0, 2.5]], lambda x, y: (x - y).square().mean() / 2),
-    "huber_loss": Row(partial(F.huber_loss, delta=0.5), [[1.0, 2.0], [1.0, 2.25]], lambda x, y: (x - y).square().mean() / 2),
+    "smooth_l1_loss": Row(
+        F.smooth_l1_loss, [[1.0, 2.0], [1.0, 2.5]], lambda x, y: (x - y).square().mean() / 2
+    ),
+    "huber_loss": Row(
+        partial(F.huber_loss, delta=0.5), [[1.0, 2.0], [1.0, 2.25]], lambda x, y: (x - y).square().mean() / 2
+    ),
     "mse_loss": Row(F.mse_loss, [[1.0, 2.0], [1.0, 2.0]]),
-    "hinge_embedding_loss": Row(lambda x: F.hinge_embedding_loss(x, torch.tensor([-1.0, 1.0])), [[1.0, 1.0]], lambda x: (1 - x[0] + x[1]) / 2),
-    "margin_ranking_loss": Row(lambda x, y: F.margin_ranking_loss(x, y, torch.ones(2), margin=0.5), [[1.0, 2.0], [1.5, 2.0]]),
+    "hinge_embedding_loss": Row(
+        lambda x: F.hinge_embedding_loss(x, torch.tensor([-1.0, 1.0])),
+        [[1.0, 1.0]],
+        lambda x: (1 - x[0] + x[1]) / 2,
+    ),
+    "margin_ranking_loss": Row(
+        lambda x, y: F.margin_ranking_loss(x, y, torch.ones(2), margin=0.5), [[1.0, 2.0], [1.5, 2.0]]
+    ),
     "triplet_margin_loss": Row(F.triplet_margin_loss, [[[1.0, 2.0]], [[1.0, 2.5]], [[1.0, 2.5]]]),
     "soft_margin_loss": Row(lambda x: F.soft_margin_loss(x, torch.tensor([-1.0, 1.0])), [[0.0, 0.0]]),
 }
@@ -195,19 +275,29 @@ LOGS: dict[str, Row] = {
     ),
     "logaddexp of equals": Row(torch.logaddexp, [[1.0, 2.0], [1.0, 500.0]]),
     "logsumexp, masked": Row(lambda x: masked(x, -INF).logsumexp(-1), [ROWS]),
-    "logsumexp, all masked": Row(lambda x: x.masked_fill(x < 9, -INF).logsumexp(-1).exp(), [ROWS], lambda x: 0 * x.sum(-1)),
+    "logsumexp, all masked": Row(
+        lambda x: x.masked_fill(x < 9, -INF).logsumexp(-1).exp(), [ROWS], lambda x: 0 * x.sum(-1)
+    ),
     "logcumsumexp, masked": Row(lambda x: masked(x, -INF).logcumsumexp(-1).exp(), [ROWS]),
     "logcumsumexp, the last one": Row(lambda x: x.logcumsumexp(-1)[:, -1], [ROWS]),
     "softmax, masked": Row(lambda x: masked(x, -INF).softmax(-1), [ROWS]),
     "log_softmax, masked": Row(lambda x: masked(x, -INF).log_softmax(-1)[:, 2], [ROWS]),
     "cross_entropy, masked": Row(lambda x: F.cross_entropy(masked(x, -INF), torch.tensor([2, 2])), [ROWS]),
     "cross_entropy, ignored": Row(lambda x: F.cross_entropy(x, torch.tensor([-100, 1])), [ROWS]),
-    "cross_entropy, all ignored": Row(lambda x: F.cross_entropy(x, torch.tensor([-100, -100]), reduction="sum"), [ROWS]),
+    "cross_entropy, all ignored": Row(
+        lambda x: F.cross_entropy(x, torch.tensor([-100, -100]), reduction="sum"), [ROWS]
+    ),
     "cross_entropy, smoothed": Row(partial(F.cross_entropy, target=LABELS, label_smoothing=0.1), [ROWS]),
     "kl_div": Row(lambda x: F.kl_div(x, torch.tensor([0.0, 1.0], dtype=D), reduction="sum"), [[-1.0, -2.0]]),
     "entr": Row(torch.special.entr, [[1.0, 0.5]]),
-    "binary_cross_entropy_with_logits": Row(lambda x: F.binary_cross_entropy_with_logits(x, torch.tensor([0.0, 1.0], dtype=D)), [[0.0, 0.0]]),
-    "binary_cross_entropy": Row(F.binary_cross_entropy, [[0.25, 0.5], [0.0, 1.0]], lambda p, y: -(y * p.log() + (1 - y) * (1 - p).log()).mean()),
+    "binary_cross_entropy_with_logits": Row(
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.tensor([0.0, 1.0], dtype=D)), [[0.0, 0.0]]
+    ),
+    "binary_cross_entropy": Row(
+        F.binary_cross_entropy,
+        [[0.25, 0.5], [0.0, 1.0]],
+        lambda p, y: -(y * p.log() + (1 - y) * (1 - p).log()).mean(),
+    ),
     "poisson_nll_loss": Row(lambda x: F.poisson_nll_loss(x, torch.tensor([0.0, 1.0], dtype=D)), [[0.0, 1.0]]),
     "gaussian_nll_loss": Row(F.gaussian_nll_loss, [[1.0, 2.0], [1.0, 2.0], [0.5, 1.5]]),
 }
@@ -226,12 +316,20 @@ SIZES: dict[str, Row] = {
     "var of one": Row(partial(torch.var, correction=0), [[2.0]]),
     "std of one": Row(partial(torch.std, correction=0), [[2.0]], at_zero(0)),
     "normalize of one": Row(F.normalize, [[[2.0], [-3.0]]], lambda x: x.detach().sign() + 0 * x),
-    "layer_norm of one": Row(lambda x, w, b: F.layer_norm(x, (1,), w, b, eps=0.1), [[[2.0], [3.0]], [1.5], [0.5]]),
-    "group_norm of one": Row(lambda x, w, b: F.group_norm(x, 1, w, b, eps=0.1), [[[2.0, 2.0]], [1.5, 1.0], [0.5, 0.0]]),
+    "layer_norm of one": Row(
+        lambda x, w, b: F.layer_norm(x, (1,), w, b, eps=0.1), [[[2.0], [3.0]], [1.5], [0.5]]
+    ),
+    "group_norm of one": Row(
+        lambda x, w, b: F.group_norm(x, 1, w, b, eps=0.1), [[[2.0, 2.0]], [1.5, 1.0], [0.5, 0.0]]
+    ),
     "rms_norm of one": Row(lambda x, w: F.rms_norm(x, (1,), w, eps=0.1), [[[2.0], [0.0]], [1.5]]),
     "rms_norm of zeros": Row(lambda x, w: F.rms_norm(x, (2,), w, eps=0.1), [[[0.0, 0.0]], [1.5, 2.0]]),
-    "layer_norm of equals": Row(lambda x, w: F.layer_norm(x, (3,), w, eps=0.1), [[[2.0] * 3], [1.5, 1.0, 0.5]]),
-    "batch_norm of equals": Row(lambda x, w: F.batch_norm(x, None, None, w, training=True, eps=0.1), [[[2.0, 1.0]] * 3, [1.5, 0.5]]),
+    "layer_norm of equals": Row(
+        lambda x, w: F.layer_norm(x, (3,), w, eps=0.1), [[[2.0] * 3], [1.5, 1.0, 0.5]]
+    ),
+    "batch_norm of equals": Row(
+        lambda x, w: F.batch_norm(x, None, None, w, training=True, eps=0.1), [[[2.0, 1.0]] * 3, [1.5, 0.5]]
+    ),
     "local_response_norm of zeros": Row(lambda x: F.local_response_norm(x, 2), [[[[0.0, 0.0], [0.0, 0.0]]]]),
     "matmul by one": Row(torch.matmul, [[[2.0]], [[3.0]]]),
     "conv1d of one": Row(F.conv1d, [[[[2.0]]], [[[3.0]]]]),
@@ -250,12 +348,14 @@ NONE: dict[str, Row] = {
     "linear": Row(lambda w: F.linear(empty(0, 3), w), [W]),
     "bilinear": Row(lambda w: F.bilinear(empty(0, 2), empty(0, 3), w[None]), [W]),
     "matmul": Row(lambda w: empty(0, 2) @ w, [W]),
-    "matmul over nothing": Row(lambda w: (w[:, :0] @ empty(0, 4)), [W]),
+    "matmul over nothing": Row(lambda w: w[:, :0] @ empty(0, 4), [W]),
     "einsum": Row(lambda w: torch.einsum("bi,ij->bj", empty(0, 2), w), [W]),
     "conv1d": Row(lambda w: F.conv1d(empty(0, 1, 5), w[:, None]), [W]),
     "layer_norm": Row(lambda w: F.layer_norm(empty(0, 3), (3,), w), [V]),
     "rms_norm": Row(lambda w: F.rms_norm(empty(0, 3), (3,), w), [V]),
-    "batch_norm in evaluation": Row(lambda w: F.batch_norm(empty(0, 3), torch.zeros(3, dtype=D), torch.ones(3, dtype=D), w), [V]),
+    "batch_norm in evaluation": Row(
+        lambda w: F.batch_norm(empty(0, 3), torch.zeros(3, dtype=D), torch.ones(3, dtype=D), w), [V]
+    ),
     "prelu": Row(lambda w: F.prelu(empty(0, 3), w), [V]),
     "embedding": Row(lambda w: F.embedding(torch.empty(0, dtype=torch.long), w), [W]),
     "embedding, padded": Row(lambda w: F.embedding(torch.empty(0, dtype=torch.long), w, padding_idx=0), [W]),
@@ -282,32 +382,68 @@ MASKS: dict[str, Row] = {
     # Masks and weights that have a gradient.
     "attention": Row(F.scaled_dot_product_attention, [*QKV, [[0.0, -0.5, 0.2], [1.0, 0.0, -1.0]]], attended),
     "attention, a row for all": Row(F.scaled_dot_product_attention, [*QKV, [[0.0, -0.5, 0.2]]], attended),
-    "attention, some of it masked": Row(F.scaled_dot_product_attention, [*QKV, [[0.0, -INF, 0.2], [-INF, 0.0, -1.0]]], attended),
-    "attention, a row masked": Row(F.scaled_dot_product_attention, [*QKV, [[0.0, -INF, 0.2], [-INF] * 3]], attended),
+    "attention, some of it masked": Row(
+        F.scaled_dot_product_attention, [*QKV, [[0.0, -INF, 0.2], [-INF, 0.0, -1.0]]], attended
+    ),
+    "attention, a row masked": Row(
+        F.scaled_dot_product_attention, [*QKV, [[0.0, -INF, 0.2], [-INF] * 3]], attended
+    ),
     "attention in tiles": Row(in_tiles, [*QKV, [[0.0, -0.5, 0.2], [1.0, 0.0, -1.0]]], attended),
     "attention in tiles, a row for all": Row(in_tiles, [*QKV, [[0.0, -INF, 0.2]]], attended),
     "attention in tiles, a row masked": Row(in_tiles, [*QKV, [[0.0, -INF, 0.2], [-INF] * 3]], attended),
     "a product": Row(torch.mul, [[2.0, 3.0], [0.0, 1.0]]),
     "where": Row(lambda x, m: torch.where(m > 0.5, x * m, m**2), [[2.0, 3.0], [0.0, 1.0]]),
-    "softmax of a sum": Row(lambda x, m: (x + m).softmax(-1), [[2.0, 3.0], [0.0, -INF]], lambda x, m: torch.stack([0 * (x[0] + m[0]) + 1, 0 * (x[1] + m[0])])),
-    "softmax by a logarithm": Row(lambda x, m: (x + m.log()).softmax(-1), [[2.0, 3.0, 1.0], [1.0, 0.5, 0.25]]),
+    "softmax of a sum": Row(
+        lambda x, m: (x + m).softmax(-1),
+        [[2.0, 3.0], [0.0, -INF]],
+        lambda x, m: torch.stack([0 * (x[0] + m[0]) + 1, 0 * (x[1] + m[0])]),
+    ),
+    "softmax by a logarithm": Row(
+        lambda x, m: (x + m.log()).softmax(-1), [[2.0, 3.0, 1.0], [1.0, 0.5, 0.25]]
+    ),
     "mse_loss": Row(lambda x, w: F.mse_loss(x, torch.zeros(2, dtype=D), weight=w), [[2.0, 0.0], [0.0, 1.0]]),
     "cross_entropy": Row(lambda x, w: F.cross_entropy(x, LABELS, reduction="none") * w, [ROWS, [0.0, 1.0]]),
-    "cross_entropy, soft": Row(lambda x, y: F.cross_entropy(x, y), [ROWS, [[0.0, 0.0, 1.0], [0.5, 0.5, 0.0]]]),
-    "embedding, padded": Row(lambda w: F.embedding(torch.tensor([0, 1, 0, 2]), w, padding_idx=0), [[[1.0, 2.0], [0.0, 3.0], [1.0, 1.0]]], lambda w: w[[0, 1, 0, 2]] * torch.tensor([[0.0], [1.0], [0.0], [1.0]]) + w[[0, 1, 0, 2]].detach() * torch.tensor([[1.0], [0.0], [1.0], [0.0]])),
+    "cross_entropy, soft": Row(
+        lambda x, y: F.cross_entropy(x, y), [ROWS, [[0.0, 0.0, 1.0], [0.5, 0.5, 0.0]]]
+    ),
+    "embedding, padded": Row(
+        lambda w: F.embedding(torch.tensor([0, 1, 0, 2]), w, padding_idx=0),
+        [[[1.0, 2.0], [0.0, 3.0], [1.0, 1.0]]],
+        lambda w: (
+            w[[0, 1, 0, 2]] * torch.tensor([[0.0], [1.0], [0.0], [1.0]])
+            + w[[0, 1, 0, 2]].detach() * torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+        ),
+    ),
     "dropout of nothing and of all": Row(lambda x: F.dropout(x, 0.0) ** 2 + F.dropout(x, 1.0), [[0.0, 2.0]]),
     "prelu": Row(F.prelu, [[2.0, -3.0], [0.0]]),
 }
 
 REFUSED: dict[str, tuple[Row, str]] = {
-    "det of a singular matrix": (Row(torch.linalg.det, [[[1.0, 2.0], [2.0, 4.0]]]), "torch.linalg.det has wrong derivatives at a singular matrix"),
-    "det of one zero": (Row(torch.linalg.det, [[[0.0]]]), "torch.linalg.det has wrong derivatives at a singular matrix"),
-    "polar": (Row(lambda x, y: torch.view_as_real(torch.polar(x, y)), [[0.0], [1.0]]), "torch.polar has wrong derivatives"),
+    "det of a singular matrix": (
+        Row(torch.linalg.det, [[[1.0, 2.0], [2.0, 4.0]]]),
+        "torch.linalg.det has wrong derivatives at a singular matrix",
+    ),
+    "det of one zero": (
+        Row(torch.linalg.det, [[[0.0]]]),
+        "torch.linalg.det has wrong derivatives at a singular matrix",
+    ),
+    "polar": (
+        Row(lambda x, y: torch.view_as_real(torch.polar(x, y)), [[0.0], [1.0]]),
+        "torch.polar has wrong derivatives",
+    ),
     "cdist": (Row(torch.cdist, [[[1.0, 2.0]], [[1.0, 2.0]]]), "torch.cdist has no second derivative"),
     "pdist": (Row(F.pdist, [[[1.0, 2.0], [1.0, 2.0]]]), "F.pdist has no second derivative"),
 }
 
-TABLES = {"zeros": ZEROS, "norms": NORMS, "selected": SELECTED, "logarithms": LOGS, "sizes": SIZES, "none": NONE, "masks": MASKS}
+TABLES = {
+    "zeros": ZEROS,
+    "norms": NORMS,
+    "selected": SELECTED,
+    "logarithms": LOGS,
+    "sizes": SIZES,
+    "none": NONE,
+    "masks": MASKS,
+}
 ALL = {f"{table}: {name}": row for table, rows in TABLES.items() for name, row in rows.items()}
 
 
@@ -339,7 +475,9 @@ class Held(nn.Module):
             self.params._parameters[str(n)] = p
 
 
-def by_meta_sgd(loss: Callable[[Sequence[Tensor]], Tensor], params: Sequence[Tensor], _: Tensor) -> list[Tensor]:
+def by_meta_sgd(
+    loss: Callable[[Sequence[Tensor]], Tensor], params: Sequence[Tensor], _: Tensor
+) -> list[Tensor]:
     held = Held(params)
     todist.MetaSGD(held, lr=1.0).step(lambda: loss(list(held.params)))
     return list(held.params)

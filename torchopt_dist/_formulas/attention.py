@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda, mha
 
-from torchopt_dist._formulas.operands import fit_short_formula
+from torchopt_dist._formulas.operands import Attention, fit_short_formula
 from torchopt_dist._formulas.tiled_attention import tiled_attention
 from torchopt_dist._functional import Replacements, replaced
 from torchopt_dist._torch_private import entrances_for_tensors, recomputing_checkpoint, transforms_are_active
@@ -111,31 +111,16 @@ def _is_enabled(torchs: Callable[[], bool]) -> bool:
     return not transforms_are_active() and torchs()
 
 
-def short_attention(
-    torchs: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def short_attention(torchs: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
     """As one node of a graph, where the tensors are plain."""
-    mask_fits = attn_mask is None or (not attn_mask.requires_grad and attn_mask.layout == torch.strided)
+    given = Attention(*args, **named)
+    query, key, value, mask, dropout_p, is_causal, _, enable_gqa = given
+    mask_fits = mask is None or (not mask.requires_grad and mask.layout == torch.strided)
     alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
-    if (
-        dropout_p
-        or enable_gqa
-        or is_causal
-        or not mask_fits
-        or not alike
-        or not fit_short_formula(query, key, value)
-    ):
-        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    attended, _weights = _Attention.apply(query, key, value, attn_mask, factor)
+    is_plain = not (dropout_p or enable_gqa or is_causal) and mask_fits and alike
+    if not is_plain or not fit_short_formula(query, key, value):
+        return given.by(torchs)
+    attended, _weights = _Attention.apply(query, key, value, mask, given.factor)
     return attended
 
 

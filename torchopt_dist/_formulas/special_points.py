@@ -20,7 +20,9 @@ from torchopt_dist._types import OptionalTensor
 
 __all__ = ["FORMULAS", "Formula"]
 
-Formula: TypeAlias = Callable[[Any, Sequence[OptionalTensor], Sequence[bool]], "Sequence[OptionalTensor] | None"]
+Formula: TypeAlias = Callable[
+    [Any, Sequence[OptionalTensor], Sequence[bool]], "Sequence[OptionalTensor] | None"
+]
 """A node, gradients of its results, which of its own are wanted → these, one an input; ``None``: as torch has it."""
 
 _SERIES = tuple((-1) ** k * 2 * k * math.pi ** (2 * k) / math.factorial(2 * k + 1) for k in range(1, 12))
@@ -31,13 +33,16 @@ _WRONG = {
         "`a * d - b * c`, or add a multiple of the identity to the matrix"
     ),
     "PolarBackward0": (
-        "torch.polar has wrong derivatives where `abs` is 0: write `torch.complex(abs * angle.cos(), abs * angle.sin())`"
+        "torch.polar has wrong derivatives where `abs` is 0: write "
+        "`torch.complex(abs * angle.cos(), abs * angle.sin())`"
     ),
 }
 """What is refused where a result is zero, and what to write instead."""
 
 
-def _sinc(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
+def _sinc(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
     (bar,), x = bars, node._saved_self
     if bar is None or x.is_complex():
         return None
@@ -50,7 +55,9 @@ def _sinc(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> 
     return (bar * torch.where(small, series * near, slope),)
 
 
-def _pow(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
+def _pow(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
     (bar,), x, exponent, result = bars, node._saved_self, node._saved_exponent, node._saved_result
     if bar is None or result.is_complex():
         return None
@@ -104,7 +111,9 @@ def _log_cum_sum_exp(
     return ((bar.unsqueeze(-2) * weights).sum(-1).movedim(-1, dim),)
 
 
-def _logit(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
+def _logit(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
     (bar,), x, eps = bars, node._saved_self, node._saved_eps
     if bar is None or eps is None:
         return None
@@ -113,7 +122,9 @@ def _logit(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) ->
     return ((bar / (inside * (1 - inside))).masked_fill(clamped, 0),)
 
 
-def _copysign(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
+def _copysign(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
     (bar,), x, result = bars, node._saved_self, node._saved_result
     return None if bar is None else (bar * torch.sign(x.detach()) * torch.sign(result.detach()), None)
 
@@ -130,7 +141,9 @@ def _vector_norm(
     return (bar * _direction(x, norm, power),)
 
 
-def _dist(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
+def _dist(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
     (bar,), power = bars, float(node._saved_p)
     if bar is None or not 2 <= power < math.inf:
         return None
@@ -138,7 +151,9 @@ def _dist(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> 
     return of_x, -of_x
 
 
-def _renorm(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
+def _renorm(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
     (bar,), x, power, most = bars, node._saved_self, float(node._saved_p), float(node._saved_maxnorm)
     if bar is None or not 2 <= power < math.inf:
         return None
@@ -150,7 +165,9 @@ def _renorm(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -
     return (torch.where(is_long, most / shift * (bar - along / shift), bar),)
 
 
-def _std(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
+def _std(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
     x, dims, std = node._saved_self, _dims(node, node._saved_self), getattr(node, "_saved_result", None)
     std = node._saved_result0 if std is None else std
     correction = 1 if node._saved_correction is None else node._saved_correction
@@ -163,7 +180,9 @@ def _std(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> S
     return (found if of_mean is None else found + of_mean / count,)
 
 
-def _embedding(node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]) -> Sequence[OptionalTensor] | None:
+def _embedding(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
     """Where nothing is looked up, torch has no second derivative."""
     (bar,) = bars
     if bar is None or bar.numel() or node._saved_sparse:
