@@ -101,7 +101,7 @@ def _log_cum_sum_exp(
 ) -> Sequence[OptionalTensor] | None:
     """By the square of the dimension's numbers, since torch's way by logarithms is undefined at gradients of zero."""
     (bar,), x = bars, node._saved_self
-    if bar is None or x.is_complex() or not x.ndim:
+    if bar is None or x.is_complex() or not x.ndim:  # torch's is right where there is one element
         return None
     dim = _signed(node._saved_dim)
     bar, x, result = (y.movedim(dim, -1) for y in (bar, x, node._saved_result))
@@ -227,7 +227,7 @@ def _direction(x: Tensor, norm: Tensor, power: float) -> Tensor:
 def _dims(node: Any, x: Tensor) -> list[int]:
     """The dimensions that a node's operation has reduced, none of them given for all."""
     dims = getattr(node, "_saved_dim", None)
-    return sorted(_signed(dim) % x.ndim for dim in dims) if dims else list(range(x.ndim))
+    return sorted(_signed(dim) % x.ndim for dim in dims) if dims and x.ndim else list(range(x.ndim))
 
 
 def _signed(dim: int) -> int:
