@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist._formulas import tiled_attention
+from torchopt_dist._formulas import losses, tiled_attention
 from torchopt_dist._formulas.attention import attention_by_formula
 
 D = torch.float64
@@ -250,6 +250,11 @@ SELECTED: dict[str, Row] = {
     "huber_loss": Row(
         partial(F.huber_loss, delta=0.5), [[1.0, 2.0], [1.0, 2.25]], lambda x, y: (x - y).square().mean() / 2
     ),
+    "huber_loss by its formula": Row(
+        partial(losses.huber_loss, delta=0.5),
+        [[1.0, 2.0], [1.0, 2.25]],
+        lambda x, y: (x - y).square().mean() / 2,
+    ),
     "mse_loss": Row(F.mse_loss, [[1.0, 2.0], [1.0, 2.0]]),
     "hinge_embedding_loss": Row(
         lambda x: F.hinge_embedding_loss(x, torch.tensor([-1.0, 1.0])),
@@ -334,6 +339,13 @@ SIZES: dict[str, Row] = {
     "matmul by one": Row(torch.matmul, [[[2.0]], [[3.0]]]),
     "conv1d of one": Row(F.conv1d, [[[[2.0]]], [[[3.0]]]]),
     "attention to one": Row(F.scaled_dot_product_attention, [[[0.3, -1.0]], [[0.7, 0.1]], [[1.0]]]),
+    "logsumexp of a number": Row(lambda x: x.logsumexp(0), [2.0]),
+    "logcumsumexp of a number": Row(lambda x: x.logcumsumexp(0), [2.0]),
+    "softmax of a number": Row(lambda x: x.softmax(0), [2.0], lambda x: 0 * x + 1),
+    "norm of a number": Row(lambda x: torch.linalg.vector_norm(x, dim=()), [0.0], at_zero(0)),
+    "std of a number": Row(partial(torch.std, correction=0), [2.0], lambda x: 0 * x),
+    "prod, cumprod of a number": Row(lambda x: x.prod() + x.cumprod(0), [0.0]),
+    "pow, sinc of a number": Row(lambda x, y: x**y + x.sinc(), [2.0, 0.0]),
     "det of one": Row(torch.linalg.det, [[[2.0]]]),
 }
 
