@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
@@ -22,6 +21,7 @@ from torchopt_dist._formulas import losses, tiled_attention
 from torchopt_dist._formulas.attention import attention_by_formula
 
 D = torch.float64
+F: Any = nn.functional
 INF = math.inf
 
 
@@ -483,8 +483,8 @@ class Held(nn.Module):
     def __init__(self, params: Sequence[Tensor]) -> None:
         super().__init__()
         self.params = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in params])
-        for n, p in enumerate(params):
-            self.params._parameters[str(n)] = p
+        held: dict[str, Any] = self.params._parameters
+        held.update((str(n), p) for n, p in enumerate(params))
 
 
 def by_meta_sgd(
