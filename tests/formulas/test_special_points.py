@@ -104,6 +104,10 @@ ZEROS: dict[str, Row] = {
         [[0.0, 2.0], [1.0, -1.0]],
         lambda x, y: torch.stack([0 * x[0], -x[1]]),
     ),
+    "copysign, a number": Row(
+        lambda x: torch.copysign(x, -1.0), [[0.0, 2.0]], lambda x: x * torch.tensor([0, -1])
+    ),
+    "pow of a constant 0": Row(lambda y: torch.zeros(2, dtype=D) ** y, [[0.5, 2.0]], lambda y: 0 * y),
     "abs": Row(torch.abs, [[0.0, 1.0]], lambda x: torch.stack([0 * x[0], x[1]])),
     "sgn": Row(torch.sgn, [[0.0, 1.0]], lambda x: torch.sign(x.detach()) + 0 * x),
     "atan2": Row(

@@ -62,7 +62,7 @@ def _pow(
     if bar is None or result.is_complex():
         return None
     constant = (x == 0) & (exponent == 0)
-    flat = (x == 0) & (exponent > 1)
+    flat = (x == 0) & (exponent > (1 if wanted[0] else 0))
     of_x = of_exponent = None
     if wanted[0]:
         of_x = (bar * exponent * x.masked_fill(constant, 1) ** (exponent - 1)).masked_fill(constant, 0)
@@ -126,7 +126,9 @@ def _copysign(
     node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
 ) -> Sequence[OptionalTensor] | None:
     (bar,), x, result = bars, node._saved_self, node._saved_result
-    return None if bar is None else (bar * torch.sign(x.detach()) * torch.sign(result.detach()), None)
+    if bar is None:
+        return None
+    return (bar * torch.sign(x.detach()) * torch.sign(result.detach()), None)[: len(wanted)]
 
 
 def _vector_norm(
@@ -204,6 +206,7 @@ FORMULAS: Mapping[str, Formula] = {
     "LogcumsumexpBackward0": _log_cum_sum_exp,
     "LogitBackward0": _logit,
     "CopysignBackward0": _copysign,
+    "CopysignBackward1": _copysign,
     "LinalgVectorNormBackward0": _vector_norm,
     "NormBackward0": _vector_norm,
     "NormBackward1": _vector_norm,
