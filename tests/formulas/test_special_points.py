@@ -451,6 +451,8 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "pdist": (Row(F.pdist, [[[1.0, 2.0], [1.0, 2.0]]]), "F.pdist has no second derivative"),
 }
 
+OTHERWISE_IN_VMAP = (" max", "gaussian_nll_loss", "none: prelu")
+"""There torch's first one shares no gradient among ties, its second one looks at values, and its last one raises."""
 TABLES = {
     "zeros": ZEROS,
     "norms": NORMS,
@@ -471,7 +473,7 @@ def direction(number: int, like: Tensor) -> Tensor:
 def loss_of(function: Callable[..., Any], scale: Tensor, params: Sequence[Tensor]) -> Tensor:
     made = function(*params)
     # the last term, so that no operation whose result is empty leaves a parameter without gradient
-    rest = sum(p[p.isfinite()].pow(3).sum() for p in params)
+    rest = sum(torch.where(p.isfinite(), p, 0).pow(3).sum() for p in params)
     return scale * (made * direction(9, made)).sum() + 0.3 * made.square().sum() + 0.1 * rest
 
 
@@ -558,6 +560,23 @@ def test_second_derivatives_are_those_of_differences_or_of_a_formula(name: str) 
     assert all(x.isfinite().all() for x in expected)
     found = {way: products(ALL[name], move) for way, move in ROUTES.items()}
     torch.testing.assert_close(found, dict.fromkeys(ROUTES, expected), rtol=1e-5, atol=2e-6)
+
+
+def in_vmap(move: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """The step of one sample."""
+
+    def moved(loss: Any, params: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+        made = torch.vmap(lambda *own: tuple(move(loss, own, scale)))(*[p.unsqueeze(0) for p in params])
+        return [x.squeeze(0) for x in made]
+
+    return moved
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", [name for name in ALL if not name.endswith(OTHERWISE_IN_VMAP)])
+def test_so_they_are_in_steps_in_vmap(name: str) -> None:
+    found = products(ALL[name], in_vmap(by_meta_sgd))
+    torch.testing.assert_close(found, expected_of(ALL[name]), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
