@@ -32,7 +32,9 @@ REFUSED = {
 and a worker has the second derivative in parts."""
 OF_A_STORAGE = ("as_strided.partial_views",)
 """What reads beyond the tensor that it is given, of which only the elements are sent."""
-NAMES = [name for name in OPS if name not in OF_A_STORAGE and (EVERYTHING or name in SAMPLE)]
+UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+"""What returns memory as it is, which may be twice alike."""
+NAMES = [name for name in OPS if name not in OF_A_STORAGE + UNSET and (EVERYTHING or name in SAMPLE)]
 KINDS = {torch.float64: 2, torch.complex128: 1}
 """How many samples of each."""
 
