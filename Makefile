@@ -77,9 +77,9 @@ fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, agai
 		tests/distributed/calls/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
 		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py $(ARGS)
 
-opinfo: $(STAMP) ## every operation of torch's own database in an inner step, each 50th compiled, too: ten minutes
+opinfo: $(STAMP) ## every operation of torch's own database in an inner step, in vectorized tasks and in a call: five minutes
 	$(INSTALL) expecttest # which torch's database imports
-	TODIST_OPINFO=all TODIST_OPINFO_COMPILED=50 $(PYTEST) tests/diff/opinfo.py $(ARGS)
+	TODIST_OPINFO=all TODIST_OPINFO_COMPILED=50 $(PYTEST) tests/diff/opinfo.py tests/distributed/calls/opinfo.py $(ARGS)
 
 losses: $(STAMP) ## workers killed at random moments of 50 trainings and 50 random programs: LOSSES=50
 	TODIST_FUZZ_LOSSES=$(LOSSES) TODIST_FUZZ_DEATHS=$(LOSSES) $(BIN)/python -m pytest tests/distributed/calls/test_random_losses.py \

@@ -10,10 +10,12 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
+import torch
 
+from torchopt_dist._torch_private import name_of_op
 from torchopt_dist._wrapped_functions import reduce_wrapped
 
-__all__ = ["CodePickler", "dumps"]
+__all__ = ["CodePickler", "dumps", "op_of_torch"]
 
 
 class CodePickler(cloudpickle.Pickler):
@@ -23,6 +25,8 @@ class CodePickler(cloudpickle.Pickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        if (op := name_of_op(obj)) is not None:
+            return op_of_torch, (op,)
         if type(obj) is CodeType:
             # A string of its own, as cloudpickle does it: what is shared would change the bytes.
             return _code_of, ("".join(obj.co_filename), *self.dispatch_table[CodeType](obj))
@@ -78,6 +82,14 @@ def _with_a_memory() -> Callable[[FunctionType], Any] | None:
 
 
 _state_of = _with_a_memory()
+
+
+def op_of_torch(path: str) -> Any:
+    """What is under ``torch.ops``, which pickle itself cannot send."""
+    found: Any = torch.ops
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
 
 
 def _code_of(filename: str, make: Callable[..., CodeType], args: tuple[Any, ...]) -> CodeType:

@@ -28,19 +28,21 @@ from torch import nn
 import torch.nn.functional as F
 """
 
+NONLOCAL = """
+def make():
+    x = 2.0
+    {}
+    def anew():
+        nonlocal x
+        x = 3.0
+    return f, anew
+f, anew = make()
+"""
+
 BOUND = {
     "a global name": "x = 1.0\ndef f(p): return p * x\ndef anew(): globals()['x'] = 3.0",
     "an equal number": "x = 1000.5\ndef f(p): return p * x\ndef anew(): globals()['x'] = 2000.5",
-    "a variable of a function around it": """
-        def make():
-            x = 1.0
-            def f(p): return p * x
-            def anew():
-                nonlocal x
-                x = 3.0
-            return f, anew
-        f, anew = make()
-    """,
+    "a variable of a function around it": NONLOCAL.format("def f(p): return p * x"),
     "a name that a helper of a helper reads": """
         x = 1.0
         def scaled(p): return p * x
@@ -65,16 +67,7 @@ BOUND = {
         f = functools.partial(functools.partial(g, 2.0), z=3.0)
         def anew(): globals()['x'] = 3.0
     """,
-    "a function that calls itself": """
-        def make():
-            x = 2.0
-            def f(p, n=3): return p if n == 0 else f(p, n - 1) * x
-            def anew():
-                nonlocal x
-                x = 3.0
-            return f, anew
-        f, anew = make()
-    """,
+    "a function that calls itself": NONLOCAL.format("def f(p, n=3): return p if n == 0 else f(p, n - 1) * x"),
     "a decorated function": """
         x = 1.0
         def twice(g):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
+from tests.core.cubes import Cube
 from torchopt_dist.core.remat import apply
 
 Fn = Callable[..., Any]
@@ -142,20 +143,6 @@ def test_an_argument_that_depends_on_another_one() -> None:
     (first,) = torch.autograd.grad(value, b, create_graph=True)
     torch.testing.assert_close(first, 4 * b)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), b)[0], torch.full_like(b, 4))
-
-
-class Cube(torch.autograd.Function):
-    apply: ClassVar[Any]
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, bar: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * bar
 
 
 def test_a_refused_second_derivative_is_an_error() -> None:

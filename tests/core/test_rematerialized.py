@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import torchopt_dist as todist
+from tests.core.cubes import Cube
 from torchopt_dist._functional import replaced
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 
@@ -384,20 +385,6 @@ def test_a_copy_and_its_name() -> None:
     made = todist.remat(named)
     assert (made.__name__, made.__doc__) == ("named", "Its docstring.")
     assert copy.deepcopy(made)(torch.ones(1)) == 2
-
-
-class Cube(torch.autograd.Function):
-    apply: ClassVar[Any]
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, bar: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * bar
 
 
 def test_a_second_derivative_that_torch_refuses_or_lacks_is_an_error() -> None:

@@ -13,25 +13,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import torchopt_dist as todist
+from tests.core.cubes import Cube, CubeOfOperations
 from tests.diff.adjoint_table import ALL
 from torchopt_dist.core.second_order import guarded, refuse_left_out
 
 D = {"dtype": torch.float64}
-
-
-class Cube(torch.autograd.Function):
-    """As many extensions write it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
 
 
 def logged(backward: Any) -> Any:
@@ -58,20 +44,6 @@ class CubeForTransforms(torch.autograd.Function):
     @staticmethod
     @logged
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
-
-
-class CubeOfOperations(torch.autograd.Function):
-    """The same, to be differentiated as often as one likes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return 3 * x**2 * grad

@@ -138,12 +138,16 @@ def test_second_derivatives(name, text):
     torch.testing.assert_close(late, derivatives(text, same, False, 2))
 
 
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, a target and the first parameters."""
+    w, x, first = torch.tensor([[0.7, 1.3], [1.0, 2.0], [0.0, 0.0]], dtype=torch.float64).unbind()
+    return w.clone().requires_grad_(), x.clone(), first.clone().requires_grad_()
+
+
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_tensor_that_was_changed_in_place_is_an_error(name):
     """As with a recorded loop, whose graph has saved it."""
-    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
-    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    w, x, first = tensors()
 
     def total(adjoint: Any) -> Tensor:
         result = todist.inner_loop(
@@ -160,9 +164,7 @@ def test_a_tensor_that_was_changed_in_place_is_an_error(name):
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_batch_that_was_changed_in_place_is_an_error(name):
-    w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
-    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    first = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    w, x, first = tensors()
     loop = partial(todist.inner_loop, lambda p, y: (w * (p - y) ** 2).sum(), todist.sgd(lr=0.2), first)
     value = loop([x, x, x], meta=w, adjoint=ALL[name]).params.sum()
     x.add_(1)

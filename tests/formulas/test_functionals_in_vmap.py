@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -86,6 +87,16 @@ CASES: dict[str, Case] = {
         lambda i, x, y: F.cosine_embedding_loss(x, y, (i > 2) * 2 - 1, margin=0.3),
         [(6, 5), (6, 5)],
         words(6),
+    ),
+    "torch.native_layer_norm, its statistics": (
+        lambda _, x, *affine: math.prod(TORCH.native_layer_norm(x, [5], *affine, 0.1)),
+        [(4, 5), (5,), (5,)],
+        NONE,
+    ),
+    "torch.native_batch_norm, its statistics": (
+        lambda _, x, *affine: math.prod(TORCH.native_batch_norm(x, *affine, None, None, True, 0.1, 0.1)),
+        [(4, 5), (5,), (5,)],
+        NONE,
     ),
     "torch.native_layer_norm": (
         lambda _, x, *affine: TORCH.native_layer_norm(x, [5], *affine, 0.1)[0],

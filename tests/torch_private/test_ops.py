@@ -24,6 +24,14 @@ def test_autocast_is_found_to_be_on_even_where_it_is_asked_device_by_device(
             assert not private.autocast_is_on()
 
 
+def test_an_operation_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = torch.ops.aten.relu
+    assert (private.name_of_op(op), private.name_of_op(op.default)) == ("aten.relu", "aten.relu.default")
+    assert private.name_of_op(torch.relu) is None
+    monkeypatch.setattr(private.ops, "_KINDS_OF_OPS", frozenset())
+    assert private.name_of_op(op) is None
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 def test_a_step_in_place_goes_on_without_torchs_fused_one(
     monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer]

@@ -60,7 +60,7 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`batch_norm`, with the mean and the scale."""
+    """As :func:`batch_norm`, with the mean and the scale, which are constants in torch, too."""
     if not training or input.ndim < 2 or not need_formula(input):
         return torchs(input, weight, bias, running_mean, running_var, training, momentum, eps)
     if running_mean is not None:
@@ -68,7 +68,7 @@ def native_batch_norm(
     dims = (0, *range(2, input.ndim))
     x, scale = standardized(input, dims, eps)
     made = scaled(x, by_channel(weight, input.ndim), by_channel(bias, input.ndim))
-    return made, input.mean(dims), scale.flatten()
+    return made, input.detach().mean(dims), scale.detach().flatten()
 
 
 def _over(

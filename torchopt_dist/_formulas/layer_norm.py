@@ -37,10 +37,10 @@ def native_layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`layer_norm`, with the mean and the scale."""
+    """As :func:`layer_norm`, with the mean and the scale, which are constants in torch, too."""
     shape = tuple(normalized_shape)
     if not need_formula(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
         return torchs(input, normalized_shape, weight, bias, eps)
     dims = tuple(range(-len(shape), 0))
     x, scale = standardized(input, dims, eps)
-    return scaled(x, weight, bias), input.mean(dims, keepdim=True), scale
+    return scaled(x, weight, bias), input.detach().mean(dims, keepdim=True), scale.detach()

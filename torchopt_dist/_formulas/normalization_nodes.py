@@ -1,26 +1,28 @@
-"""Nodes of a graph, torch's for normalization among them → the same, with third derivatives that are right.
+"""Nodes of a graph, torch's for normalization among them → the same, with higher derivatives that are right.
 
 Torch (2.13) differentiates the backward of ``layer_norm``, ``batch_norm`` and ``instance_norm`` by a formula that takes
 mean and variance for constants when it is differentiated itself, and that of ``weight_norm`` by one that takes the
-norms for constants. Where its result gets a graph, or tangents, a hook
-replaces it by that of another formula, which is made of differentiable operations. Otherwise the hook does nothing.
+norms for constants; other operations have no second derivative at special points (``special_points.py``). Where the
+result of such a node gets a graph, or tangents, a hook replaces it by that of another formula, which is made of
+differentiable operations. Otherwise the hook does nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchopt_dist._formulas.normalization import by_channel, projected, standardized
+from torchopt_dist._formulas.special_points import FORMULAS, Formula
 from torchopt_dist._formulas.weight_norm import weight_norm_backward
 from torchopt_dist._torch_private import evaluating_node, forward_mode_is_active, transforms_are_active
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pulled_back
 
-__all__ = ["is_normalization", "mend"]
+__all__ = ["is_mended", "is_normalization", "mend"]
 
 
 class _Kind(NamedTuple):
@@ -42,13 +44,17 @@ _KINDS = {
 }
 _HOOK = "torchopt_dist.normalization"
 """The key in a node's own dictionary that says that it has the hook."""
-_WEIGHT_NORM = "WeightNormInterfaceBackward0"
 _NORMALIZATIONS = (*[name.removesuffix("BackwardBackward0") for name in _KINDS], "WeightNormInterface")
 
 
 def is_normalization(kind: str) -> bool:
     """Whether a node's class of this name is that of such a normalization, or of a derivative."""
     return kind.startswith(_NORMALIZATIONS)
+
+
+def is_mended(kind: str) -> bool:
+    """Whether a graph with nodes of a class of this name has such that :func:`mend` changes, or will have."""
+    return kind in _BY_FORMULA or is_normalization(kind)
 
 
 def mend(nodes: Iterable[Any]) -> None:
@@ -59,9 +65,9 @@ def mend(nodes: Iterable[Any]) -> None:
     """
     for node in nodes:
         name = node.name()
-        if (name in _KINDS or name == _WEIGHT_NORM) and not node.metadata.get(_HOOK):
+        if (name in _KINDS or name in _BY_FORMULA) and not node.metadata.get(_HOOK):
             node.metadata[_HOOK] = True
-            node.register_hook(_mended_weight_norm if name == _WEIGHT_NORM else _mended)
+            node.register_hook(_mended if name in _KINDS else _by_formula)
 
 
 def _mended(
@@ -91,17 +97,34 @@ def _mended(
     return tuple(changed)
 
 
-def _mended_weight_norm(
+def _by_formula(
     grad_inputs: tuple[OptionalTensor, ...], grad_outputs: tuple[OptionalTensor, ...]
 ) -> tuple[OptionalTensor, ...] | None:
-    node, grad = evaluating_node(), grad_outputs[0]
-    used = torch.is_grad_enabled() or forward_mode_is_active()
-    v, g, dim = (getattr(node, name, None) for name in ("_saved_v", "_saved_g", "_saved_dim"))
-    if not used or grad is None or v is None or g is None or dim is None:
+    node = evaluating_node()
+    if node is None or not (torch.is_grad_enabled() or forward_mode_is_active()):
         return None
-    last = v.ndim - 1  # torch saves a dimension counted from the end as a large number
-    found = weight_norm_backward(grad, v, g, min(dim, last))
-    return tuple(None if old is None else new for old, new in zip(grad_inputs, found, strict=True))
+    try:
+        made = _BY_FORMULA[node.name()](node, grad_outputs, [old is not None for old in grad_inputs])
+    except AttributeError:  # another version of torch has other names for what is saved
+        return None
+    if made is None:
+        return None
+    return tuple(
+        old if old is None or new is None else new.sum_to_size(old.shape).to(old.dtype)
+        for old, new in zip(grad_inputs, made, strict=True)
+    )
+
+
+def _weight_norm(
+    node: Any, bars: Sequence[OptionalTensor], wanted: Sequence[bool]
+) -> Sequence[OptionalTensor] | None:
+    last = node._saved_v.ndim - 1  # torch saves a dimension counted from the end as a large number
+    dim = min(node._saved_dim, last)
+    return None if bars[0] is None else weight_norm_backward(bars[0], node._saved_v, node._saved_g, dim)
+
+
+_BY_FORMULA: dict[str, Formula] = {**FORMULAS, "WeightNormInterfaceBackward0": _weight_norm}
+"""By the names of nodes."""
 
 
 def _alias(x: OptionalTensor) -> OptionalTensor:

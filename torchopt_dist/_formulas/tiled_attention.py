@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchopt_dist._formulas.operands import Attention
 from torchopt_dist._random_turns import draw_seed
 from torchopt_dist.core.remat import PureFn, apply
 
@@ -28,32 +30,23 @@ ROWS = 32
 """The fewest rows of a tile."""
 
 
-def tiled_attention(
-    torchs: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def tiled_attention(torchs: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
     """As ``F.scaled_dot_product_attention``, in the place of which it stands while gradients are recorded.
 
     With dropout, other numbers are drawn than torch draws: each tile has a seed, from one that is drawn from the
     default generator.
     """
+    attention = Attention(*args, **named)
     rows = 0
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        rows = _rows_of_a_tile(query, key, value, attn_mask, is_causal, enable_gqa)
+        rows = _rows_of_a_tile(attention)
     if not rows:
-        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return attention.by(torchs)
+    query, key, value, attn_mask, dropout_p, is_causal, *_ = attention
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     seed = draw_seed() if dropout_p else 0
     masks: Sequence[Tensor | None] = [attn_mask]
     tiles = query.split(rows, -2)
@@ -64,7 +57,7 @@ def tiled_attention(
     made = []
     for number, (tile, mask) in enumerate(zip(tiles, masks, strict=True)):
         first = number * rows if is_causal else None
-        function: PureFn = _Tile(first, factor, dropout_p, seed + number)
+        function: PureFn = _Tile(first, attention.factor, dropout_p, seed + number)
         seen = min(key.shape[-2], number * rows + tile.shape[-2]) if is_causal else key.shape[-2]
         given = (
             [tile, key, value] if seen == key.shape[-2] else [tile, *(x[..., :seen, :] for x in (key, value))]
@@ -73,10 +66,9 @@ def tiled_attention(
     return torch.cat(made, -2)
 
 
-def _rows_of_a_tile(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
-) -> int:
+def _rows_of_a_tile(attention: Attention) -> int:
     """How many rows of queries a tile has; 0 where the scores are few, or torch is to look at the arguments."""
+    query, key, value, mask, _, is_causal, _, enable_gqa = attention
     tensors = [query, key, value] if mask is None else [query, key, value, mask]
     if any(
         type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.dim() < 2

@@ -73,6 +73,7 @@ from torchopt_dist._torch_private.ops import (
     has_kernel,
     is_zero_tensor,
     left_to_python,
+    name_of_op,
     places_of_weight_norm,
 )
 from torchopt_dist._torch_private.rpc import (
@@ -143,6 +144,7 @@ __all__ = [
     "left_to_python",
     "let_graphs_drop",
     "memory_is_shared",
+    "name_of_op",
     "nccl_group",
     "next_sequence_number",
     "note_attributes",

@@ -45,6 +45,17 @@ def places_of_weight_norm() -> list[tuple[ModuleType, str]]:
     return [(x, "_weight_norm") for x in modules if x is not None and hasattr(x, "_weight_norm")]
 
 
+def name_of_op(obj: object) -> str | None:
+    """The path under ``torch.ops`` of what is there, such as ``aten.relu.default`` or ``aten.relu``.
+
+    Without the names it is ``None``, as for other objects: an operation cannot be sent but in a function that finds it.
+    """
+    return str(obj) if type(obj) in _KINDS_OF_OPS else None
+
+
+_KINDS_OF_OPS = frozenset((find("_ops.OpOverload"), find("_ops.OpOverloadPacket"))) - {None}
+
+
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Whether it is one of torch's gradients of 0 without memory, which no op takes to be overwritten.
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization_nodes import is_normalization, mend
+from torchopt_dist._formulas.normalization_nodes import is_mended, mend
 from torchopt_dist._torch_private import apply_function, transforms_are_active
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vjp import pull
@@ -167,11 +167,11 @@ class _Pulled:
                 return [None] * len(points)
             outputs, weights = zip(*pairs, strict=True)
             nodes = refuse_left_out(outputs, arguments)
-            normalizes = is_recorded and any(is_normalization(type(node).__name__) for node in nodes)
-            if normalizes:  # torch takes means and variances for constants
+            mends = is_recorded and any(is_mended(type(node).__name__) for node in nodes)
+            if mends:  # torch takes means and variances for constants
                 mend(nodes)
             grads = torch.autograd.grad(outputs, points, weights, create_graph=is_recorded, allow_unused=True)
-            if normalizes:
+            if mends:
                 mend(nodes_of([grad for grad in grads if grad is not None], arguments))
             return guarded(grads, points, nodes) if is_recorded else grads
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization_nodes import is_normalization, mend
+from torchopt_dist._formulas.normalization_nodes import is_mended, is_normalization, mend
 from torchopt_dist._torch_private import ends_gradients_graph, grad_of_loss, vmaps
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._vmap import values_of
@@ -41,16 +41,16 @@ def recorded_gradients(
     """
     first = nodes = _nodes([loss], leaves)
     kinds = {*map(type, nodes)}
-    normalizes, lacking, redistributes = _are_special(frozenset([kind.__name__ for kind in kinds]))
+    mends, lacking, redistributes = _are_special(frozenset([kind.__name__ for kind in kinds]))
     refuses = any(map(refusal, kinds))
-    if not (normalizes or lacking or redistributes or refuses):
+    if not (mends or lacking or redistributes or refuses):
         del first, nodes  # sooner while they are in the cache
         return grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
-    if normalizes:  # the loss may have a gradient in it
+    if mends:  # the loss may have a gradient in it
         mend(nodes)
     with _refusing(nodes) if redistributes else nullcontext():
         found = grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
-    if normalizes or lacking:
+    if mends or lacking:
         nodes = _nodes([grad for grad in found if grad is not None], leaves)
         mend(nodes)
         if lacking:
@@ -60,9 +60,9 @@ def recorded_gradients(
 
 @lru_cache(maxsize=1024)
 def _are_special(kinds: frozenset[str]) -> tuple[bool, list[str], bool]:
-    """Whether nodes of these kinds are of a normalization; what to write instead of some; whether some end a graph."""
+    """Whether a graph of these nodes is to be mended; what to write instead of some; whether some end a graph."""
     return (
-        any(map(is_normalization, kinds)),
+        any(map(is_mended, kinds)),
         sorted({text for kind in kinds if (text := lacks(kind))}),
         "_FromTorchTensorBackward" in kinds,
     )

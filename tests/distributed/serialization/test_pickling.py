@@ -20,6 +20,7 @@ from torch import nn
 import torchopt_dist as todist
 from tests.distributed.programs import Net, mlp
 from torchopt_dist._code_pickler import CodePickler
+from torchopt_dist._code_pickler import dumps as code_of
 from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed.messages.message import Late
 from torchopt_dist.distributed.messages.requests import Reply
@@ -193,6 +194,15 @@ def test_long_bytes_of_a_module_are_part_of_its_structure():
     assert got.table == net.table
     assert long == bytes(2_000_000)
     assert [len(structure) > 1_000_000 for structure in wire.structures] == [True]
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.relu, torch.ops.aten.slice.Tensor], ids=str)
+def test_what_is_under_torch_ops_travels_by_its_name(op):
+    assert travel([op])[0] == [op]
+    names = {"op": op}
+    exec("def f(x): return op(x)", names)  # of no module, so that its code travels
+    assert travel(names["f"])[0].__globals__["op"] is op
+    assert cloudpickle.loads(code_of(names["f"])).__globals__["op"] is op
 
 
 def test_functions_behind_decorators_are_named_not_copied():

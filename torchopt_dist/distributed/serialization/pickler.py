@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
-from torchopt_dist._code_pickler import CodePickler
+from torchopt_dist._code_pickler import CodePickler, op_of_torch
+from torchopt_dist._torch_private import name_of_op
 from torchopt_dist._wrapped_functions import NAMED_BY_PICKLE
 from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, enclosed
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
@@ -144,6 +145,8 @@ class Pickler(pickle.Pickler):
             return self._array(obj)
         if is_parametrized(obj):
             return reduced(obj)
+        if (op := name_of_op(obj)) is not None:
+            return op_of_torch, (op,)
         if isinstance(obj, _REFERENCES):
             carried = carried_by(obj) if self.tensors.connects else ()
             self.tensors.references.append(obj.rref if isinstance(obj, ConnectedRRef) else obj)
