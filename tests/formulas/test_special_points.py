@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist._formulas import losses, tiled_attention
+from torchopt_dist._formulas import tiled_attention
 from torchopt_dist._formulas.attention import attention_by_formula
 
 D = torch.float64
@@ -253,11 +253,6 @@ SELECTED: dict[str, Row] = {
     ),
     "huber_loss": Row(
         partial(F.huber_loss, delta=0.5), [[1.0, 2.0], [1.0, 2.25]], lambda x, y: (x - y).square().mean() / 2
-    ),
-    "huber_loss by its formula": Row(
-        partial(losses.huber_loss, delta=0.5),
-        [[1.0, 2.0], [1.0, 2.25]],
-        lambda x, y: (x - y).square().mean() / 2,
     ),
     "mse_loss": Row(F.mse_loss, [[1.0, 2.0], [1.0, 2.0]]),
     "hinge_embedding_loss": Row(
