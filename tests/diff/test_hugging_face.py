@@ -1,4 +1,4 @@
-"""Small models of Hugging Face's, whose blocks ``"auto"`` finds, have the gradient of recorded steps; a package beside."""
+"""Small models of Hugging Face's, by the blocks that ``"auto"`` finds: the gradient is that of recorded steps."""
 
 from __future__ import annotations
 
