@@ -162,3 +162,25 @@ def test_a_budget_below_one_snapshot_says_what_it_takes():
         )
     assert number_of_bytes("2GiB") == 2**31
     assert number_of_bytes("1.5 kB") == 1500
+
+
+def test_a_folder_without_room_and_one_that_is_emptied_are_told(tmp_path, monkeypatch):
+    p = torch.ones(100, requires_grad=True)
+
+    def adapted() -> torch.Tensor:
+        return todist.inner_loop(
+            lambda p: (p**2).sum(), todist.sgd(lr=0.1), p, 3, adjoint=todist.Replayed(store=tmp_path)
+        ).params
+
+    made = adapted()
+    for file in tmp_path.iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="`store` must be left alone until the gradient .* is gone"):
+        torch.autograd.grad(made.sum(), p)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"with room for the snapshots: one of \d+ bytes .* bytes are free"):
+        adapted()

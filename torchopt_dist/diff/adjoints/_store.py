@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
@@ -119,11 +120,22 @@ class _File:
         descriptor, name = tempfile.mkstemp(dir=folder, prefix="step-", suffix=".pt")
         self._path = Path(name)
         weakref.finalize(self, self._path.unlink, missing_ok=True)
-        with open(descriptor, "wb") as file:
-            torch.save(leaves, file)
+        try:
+            with open(descriptor, "wb") as file:
+                torch.save(leaves, file)
+        except (OSError, RuntimeError) as error:  # torch's own, where the disk is full
+            raise OSError(
+                f"`store` must be a folder with room for the snapshots: one of {bytes_of(leaves):,} bytes could not be "
+                f"written to {folder}, where {shutil.disk_usage(folder).free:,} bytes are free"
+            ) from error
 
     def read(self) -> list[Any]:
-        leaves: list[Any] = torch.load(self._path, weights_only=True)
+        try:
+            leaves: list[Any] = torch.load(self._path, weights_only=True)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"`store` must be left alone until the gradient has been computed: {self._path} is gone"
+            ) from error
         return leaves
 
 
