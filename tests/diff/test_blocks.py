@@ -345,6 +345,31 @@ def test_blocks_are_given_tensors_that_depend_on_each_other():
     assert all(gradient.any() for gradient in found[-4:])
 
 
+def test_blocks_of_tasks_at_once_are_given_tensors_that_depend_on_each_other():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))).double()
+    scale = torch.tensor(0.7, dtype=D, requires_grad=True)
+    factor = scale.sin()
+    rows = torch.randn(2, 3, 4, 3, dtype=D, requires_grad=True)
+
+    def task(rows: Tensor, adjoint: todist.Adjoint) -> Tensor:
+        adapted = todist.inner_loop(
+            lambda net, batch: (net(batch) * factor).square().mean(),
+            todist.sgd(lr=0.1),
+            net,
+            list(rows),
+            meta=(factor, scale, rows),
+            adjoint=adjoint,
+        )
+        return sum(p.square().sum() for p in adapted.params.parameters())
+
+    ins = [*net.parameters(), scale, rows]
+    one_by_one = sum(task(each, RECORDED) for each in rows)
+    at_once = torch.vmap(partial(task, adjoint=todist.Replayed(blocks=net)))(rows).sum()
+    for one, other in zip(*(torch.autograd.grad(made, ins) for made in (at_once, one_by_one)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 class Checkpointed(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(checkpoint(super().forward, x, use_reentrant=False))

@@ -31,13 +31,11 @@ from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.core import remat
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
-from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome
+from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome, Seen
 from torchopt_dist.diff.adjoints._declared import (
     depend_on_each_other,
     leaf_like,
-    leaf_of,
     nodes_between,
-    refuse,
 )
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._places import state_places
@@ -314,25 +312,15 @@ class _Replay:
             yield
             forget_casts()
 
-    def _watch(
-        self,
-        carry: Carry,
-        number: int,
-        outputs: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-    ) -> None:
-        if number == 0:
-            self._choose_unit(outputs[0])
-        given = [*leaves, *self.declared]
-        if undeclared := _undeclared(
-            outputs, given
-        ):  # unless the loss has made them, which makes others each time
-            again, _aux, _buffers = self.loop.evaluate(carry.params, carry.buffers, number)
-            found = {id(leaf) for leaf in _undeclared([again], self.declared)}
-            refuse([leaf for leaf in undeclared if id(leaf) in found])
-        if any(buffer.requires_grad for buffer in buffers):
-            shapes = ", ".join(str(tuple(buffer.shape)) for buffer in buffers if buffer.requires_grad)
+    def _watch(self, seen: Seen) -> None:
+        if seen.number == 0:
+            self._choose_unit(seen.loss)
+        refuse_undeclared(
+            [seen.loss],
+            [*seen.leaves, *self.declared],
+            lambda: [self.loop.evaluate(seen.carry.params, seen.carry.buffers, seen.number)[0]],
+        )
+        if shapes := ", ".join(str(tuple(buffer.shape)) for buffer in seen.buffers if buffer.requires_grad):
             raise ValueError(
                 "`loss` must not make buffers of a module depend on its parameters, since a replay takes them for "
                 f"constants: detach those of shape {shapes}, or use todist.Recorded()"
@@ -508,14 +496,6 @@ class _Segment(remat.Segment):
         self, tensors: list[Tensor], wanted: list[int], given: list[int], bars: Sequence[Tensor]
     ) -> Sequence[OptionalTensor]:
         return self.replay.pull(self, tensors, wanted, given, bars)
-
-
-def _undeclared(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves that require grad, on which outputs depend, and that are not among those given."""
-    known = {id(one) for one in given}
-    nodes = nodes_between(outputs, [one for one in given if one.grad_fn is not None])  # others are leaves
-    found = [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
-    return [leaf for leaf in found if id(leaf) not in known]
 
 
 def _own(tensor: Tensor) -> Tensor:

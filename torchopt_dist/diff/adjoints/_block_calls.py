@@ -42,10 +42,10 @@ Held = list[tuple[TensorContainer, str, Any]]
 class Declared(NamedTuple):
     """The tensors beside parameters that there is a gradient for."""
 
+    given: Sequence[Tensor]
+    """As the caller has them."""
     tensors: Sequence[Tensor]
-    """As the loss finds them."""
-    are_replaced: bool
-    """Whether these stand in the places of others."""
+    """What stands in their places, these or others."""
     replaced: Callable[[Sequence[Tensor]], AbstractContextManager[None]]
     """Makes a context in which others stand there."""
 
@@ -90,6 +90,9 @@ class _Calls:
 
     def __init__(self, model: Model, declared: Declared) -> None:
         self.model, self.declared = model, declared
+        pairs = zip(declared.given, declared.tensors, strict=True)
+        self.standing = {id(one): other for one, other in pairs if one is not other}
+        """What stands for a tensor that the caller has declared."""
         self.points: dict[int, tuple[Tensor, str]] = {}
         """Leaves that a block was called with at first, and its name: what is made of them is not connected."""
         self.overwritten: dict[Any, tuple[int, str]] = {}
@@ -196,6 +199,7 @@ class _Call:
     def _placed(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
+        x = self.calls.standing.get(id(x), x)
         [(values, dims)] = self.around.values([x])
         number = self.numbers.setdefault(id(values), len(self.tensors))
         if number == len(self.tensors):
@@ -234,7 +238,7 @@ class _Call:
         others = [x.tensor() for x in self.others]
         for place, x in zip(self.declared, tensors[self.own_count :], strict=True):
             others[place] = self.others[place].tensor(x)
-        is_replaced = self.declared or self.calls.declared.are_replaced
+        is_replaced = self.declared or self.calls.standing
         try:
             with (
                 kept_generators(),

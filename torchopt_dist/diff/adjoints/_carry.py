@@ -18,6 +18,7 @@ __all__ = [
     "Carry",
     "Evaluation",
     "Outcome",
+    "Seen",
     "StepFn",
     "StopFn",
     "UpdateLookFn",
@@ -74,5 +75,20 @@ class StepFn(Protocol):
         """Return the next carry, the loss, and the other values that the loss returned."""
 
 
-WatchFn = Callable[[Carry, int, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
-"""Is shown what a step starts from, its number, the loss, the parameters as leaves, and the buffers after the step."""
+class Seen(NamedTuple):
+    """What a plain step is made of, before its backward pass."""
+
+    carry: Carry
+    """What it starts from."""
+    number: int
+    """Of the step."""
+    loss: Tensor
+    """With its graph."""
+    leaves: list[Tensor]
+    """Those of the parameters that it is differentiated with respect to."""
+    buffers: list[Tensor]
+    """After the step."""
+
+
+WatchFn = Callable[[Seen], None]
+"""Is shown each plain step."""

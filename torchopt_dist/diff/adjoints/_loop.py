@@ -32,6 +32,7 @@ from torchopt_dist.diff.adjoints._carry import (
     Carry,
     Evaluation,
     Outcome,
+    Seen,
     StepFn,
     StopFn,
     UpdateLookFn,
@@ -343,7 +344,7 @@ class Loop:
                 watch = watch or self.watch
                 loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
                 if watch is not None:
-                    watch(carry, number, [loss], wanted, buffers)
+                    watch(Seen(carry, number, loss, wanted, buffers))
                 found = [None] * len(wanted)
                 if loss.requires_grad:
                     ones = None if loss.numel() == 1 and loss.is_floating_point() else torch.ones_like(loss)
@@ -427,8 +428,7 @@ class Loop:
         batch = () if self.batches is None else (self.batch(number),)
         try:
             if self.blocks:
-                others = self.others or self.declared
-                declared = Declared(others, self.others is not None, self.instead_of_declared)
+                declared = Declared(self.declared, self.others or self.declared, self.instead_of_declared)
                 with nodes_of_blocks(self.blocks, self.model, declared) as check:
                     value = self.loss(given, *batch)
                 check(value[0] if isinstance(value, tuple) else value)

@@ -6,7 +6,7 @@ does not come to these tensors by another way. ``torch.autograd.grad`` itself re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from torchopt_dist import pytree
 from torchopt_dist._torch_private import engine_needs_node, transforms_are_active
 from torchopt_dist._types import OptionalTensor
 from torchopt_dist._unconnected import Unconnected, note_unconnected
-from torchopt_dist.diff.adjoints._carry import Carry
+from torchopt_dist.diff.adjoints._carry import Seen
 from torchopt_dist.diff.adjoints._declared import nodes_between
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 
@@ -41,16 +41,10 @@ def run_aloud(name: str, run: Callable[[Loop], Outcome], loop: Loop, also: Itera
         return run(loop)
     used = [tensor for tensor in also if tensor.requires_grad]
 
-    def watch(
-        carry: Carry,
-        number: int,
-        outputs: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-    ) -> None:
-        if number == 0:
-            seen = set(nodes_between(outputs, leaves))
-            used.extend(tensor for tensor in loop.declared if _node(tensor) in seen)
+    def watch(seen: Seen) -> None:
+        if seen.number == 0:
+            nodes = set(nodes_between([seen.loss], seen.leaves))
+            used.extend(tensor for tensor in loop.declared if _node(tensor) in nodes)
 
     outcome = run(replace(loop, watch=watch))
     places = loop.model.moved_places

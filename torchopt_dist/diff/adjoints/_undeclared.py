@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import next_sequence_number
-from torchopt_dist.diff.adjoints._carry import WatchFn
+from torchopt_dist.diff.adjoints._carry import Seen, WatchFn
 from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, nodes_between, refuse
-from torchopt_dist.diff.adjoints._loop import Carry, Loop
+from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
 
@@ -38,17 +38,11 @@ def watched(loop: Loop, around: Samples) -> Loop:
         return loop
     exchanged = replace(loop, others=tuple(tensor.detach().requires_grad_() for tensor in loop.declared))
 
-    def watch(
-        carry: Carry,
-        number: int,
-        outputs: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-    ) -> None:
+    def watch(seen: Seen) -> None:
         refuse_undeclared(
-            outputs,
-            [*leaves, *(exchanged.others or ())],
-            lambda: [exchanged.evaluate(carry.params, carry.buffers, number)[0]],
+            [seen.loss],
+            [*seen.leaves, *(exchanged.others or ())],
+            lambda: [exchanged.evaluate(seen.carry.params, seen.carry.buffers, seen.number)[0]],
         )
 
     return replace(exchanged, watch=watch)
@@ -62,15 +56,9 @@ def refusal_as_it_is(loop: Loop) -> WatchFn:
     """
     since = next_sequence_number()
 
-    def watch(
-        carry: Carry,
-        number: int,
-        outputs: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-    ) -> None:
-        if depends_on_others(outputs[0], [*leaves, *loop.declared], since):
-            watched(loop, Samples()).gradient(carry, number, record=False)
+    def watch(seen: Seen) -> None:
+        if depends_on_others(seen.loss, [*seen.leaves, *loop.declared], since):
+            watched(loop, Samples()).gradient(seen.carry, seen.number, record=False)
 
     return watch
 
@@ -112,4 +100,8 @@ def refuse_undeclared(
 
 
 def _leaves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [leaf for node in nodes_between(outputs, inputs) if (leaf := leaf_of(node)) is not None]
+    """Leaves that require grad, on which outputs depend, and that are not among the inputs."""
+    known = {id(one) for one in inputs}
+    nodes = nodes_between(outputs, [one for one in inputs if one.grad_fn is not None])
+    found = [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
+    return [leaf for leaf in found if id(leaf) not in known]
