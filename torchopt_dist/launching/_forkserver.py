@@ -308,14 +308,15 @@ def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
 
 
 def _bury(agents: set[int]) -> None:
-    """Remove agents that have ended, and kill the processes that were left by an agent that was killed itself."""
+    """Remove agents that have ended, and kill the processes that were left by an agent that was killed itself.
+
+    Those that clean up after the others end by themselves, and are removed later.
+    """
     ended = dict(processes.reap())
     left_something = any(pid not in agents or status != 0 for pid, status in ended.items())
     agents -= ended.keys()
-    for orphan in psutil.Process().children() if left_something else ():
-        if orphan.pid not in agents:
-            processes.end_tree(orphan, and_janitors=True)
-            processes.kill(orphan.pid)
+    if left_something:
+        processes.end_trees(child for child in psutil.Process().children() if child.pid not in agents)
 
 
 def _become_agent(
