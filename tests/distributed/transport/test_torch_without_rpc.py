@@ -27,11 +27,13 @@ def transport():
 """
 
 
-def on_such_a_torch(program, **env):
+def on_such_a_torch(program, before="", **env):
     path = os.pathsep.join((str(HERE), str(ROOT)))
     environ = {name: value for name, value in os.environ.items() if name != "TODIST_TRANSPORT"}
     done = python(
-        *("-W", "error", "-c", BEGIN + program), warm=False, env={**environ, "PYTHONPATH": path, **env}
+        *("-W", "error", "-c", before + BEGIN + program),
+        warm=False,
+        env={**environ, "PYTHONPATH": path, **env},
     )
     assert done.returncode == 0, done.stderr
 
@@ -95,3 +97,33 @@ from torchopt_dist import bench
 assert [row.peer for row in bench.collect(rounds=1)] == ["torch.optim's foreach", "the formula by hand"]
 """
     on_such_a_torch(program)
+
+
+def test_what_only_linux_has_is_needed_by_launches_alone():
+    """As on macOS, of which Python says what it lacks."""
+    program = """
+@todist.auto_init_rpc()
+def main():
+    w = torch.ones(3, requires_grad=True)
+    (loss,) = todist.remote_sync_call(lambda: (4 * w).sum(), partitioner=0)
+    loss.backward()
+    return transport(), w.grad.tolist()
+
+assert main() == ("ZMQTransport", [4.0, 4.0, 4.0])
+with pytest.raises(OSError, match="launching workers needs Linux"):
+    todist.launch(main)
+"""
+    hidden = """
+import os, select, selectors, signal, socket
+for module, names in (
+    (signal, ("SIGRTMIN", "SIGRTMAX", "sigtimedwait")),
+    (os, ("memfd_create", "pidfd_open", "pipe2", "sched_getaffinity", "sched_setaffinity")),
+    (select, ("epoll",)),
+    (selectors, ("EpollSelector",)),
+    (socket, ("SO_PEERCRED",)),
+):
+    for name in names:
+        delattr(module, name)
+selectors.DefaultSelector = selectors.PollSelector
+"""
+    on_such_a_torch(program, hidden)
