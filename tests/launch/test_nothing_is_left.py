@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from tests.launch.families import (
 )
 from tests.processes import ON_TWO, ROOT, start_python
 from tests.waits import say, soon, wait_until, watch
+from torchopt_dist._signals import INTERRUPT
 from torchopt_dist.launching import Launcher
 from torchopt_dist.launching import _forkserver as forkserver
 from torchopt_dist.launching import _processes as processes
@@ -126,12 +129,39 @@ def test_an_interrupt_goes_on_as_such_and_leaves_nothing(tmp_path):
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupted:
         ON_TWO.run(hold_on, tmp_path)
     thread.join()
+    frames = traceback.extract_tb(interrupted.tb)
+    assert [frame.name for frame in frames if frame.filename != __file__] == ["run"]
     pids = family_of(tmp_path)
     assert_gone(pids, 1.0)
     assert ON_TWO.run(os.getpid).results  # and the next launch is as good
+
+
+class Unreadable:
+    def __reduce__(self):
+        return fail_to_read, ()
+
+
+def fail_to_read():
+    print("read")
+    os.kill(os.getppid(), signal.SIGSTOP)  # so that the agent hears of this at the end of the process
+    atexit.register(be_interrupted)
+    raise MyError(code=3)
+
+
+def be_interrupted():
+    os.kill(os.getppid(), signal.SIGCONT)
+    wait_until(lambda: signal.getsignal(INTERRUPT) is signal.SIG_DFL)  # it has come
+
+
+def test_a_worker_that_cannot_read_its_task_is_not_interrupted_as_it_ends(tmp_path):
+    launcher = Launcher(nproc_per_host=1, handlers=[], log_dir=str(tmp_path))
+    with pytest.raises(todist.errors.SerializationError, match="cannot be read on the worker: MyError"):
+        launcher.run(print, Unreadable())
+    (log,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert log.read_text() == "read\n"
 
 
 def test_who_unlinks_shared_memory_is_let_do_so(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import rpc
 
 from torchopt_dist._future import Future
+from torchopt_dist._network import check_loopback
 from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.rendezvous import store as store_module
@@ -60,6 +61,8 @@ class RPCTransport(Transport):
 
     def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        if len(self._host.names) == 1:
+            check_loopback("127.0.0.1")
         # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
         options, asked = self._options, (self._options.init_method, self._options.rpc_timeout)
         options.rpc_timeout = timeout
