@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.processes import free_port
+from tests.processes import free_port, python
 from torchopt_dist import _network
 from torchopt_dist._network import choose_interface, local_address
 
@@ -161,3 +161,46 @@ def test_a_world_forms_across_two_machines(two_machines, tmp_path):
     assert ["interfaces", 0, ["link0", "link0"]] in said
     assert ["interfaces", 1, ["link1", "link1"]] in said
     assert ["grad", pytest.approx([2.0, 7 / 3, 8 / 3])] in said
+
+
+# No loopback address, as in a sandbox without a network.
+
+WITHOUT_LOOPBACK = """
+import ctypes, os, subprocess, sys
+if ctypes.CDLL(None).unshare(0x40000000):  # a network of its own, in which `lo` is down
+    sys.exit("no network namespaces here")
+if sys.argv[1] == "IPv6 only":
+    for words in ("link set lo up", "address delete 127.0.0.1/8 dev lo"):
+        subprocess.run(["ip", *words.split()], check=True)
+import pytest
+import torch
+import torchopt_dist as todist
+said = r"its loopback address 127.0.0.1.* `ip link set lo up`"
+
+def main():
+    w = torch.ones(3, requires_grad=True)
+    (y,) = todist.remote_sync_call(lambda: (w * w).sum(), partitioner=0)
+    y.backward()
+    return w.grad.tolist()
+
+assert todist.auto_init_rpc(transport="zmq")(main)() == [2.0, 2.0, 2.0]  # which meets nobody
+for start in (
+    todist.auto_init_rpc(transport="rpc")(main),
+    lambda: todist.launch(main, nproc_per_host=2),
+):
+    with pytest.raises(todist.errors.InitializationError, match=said):
+        start()
+os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+with pytest.raises(todist.errors.InitializationError, match=said):
+    todist.auto_init_rpc()(main)()
+"""
+
+
+@pytest.mark.parametrize("loopback", ["down", "IPv6 only"])
+def test_a_machine_without_loopback_address_is_told_so_at_once(loopback):
+    if loopback == "IPv6 only" and shutil.which("ip") is None:
+        pytest.skip("needs iproute2's `ip`")
+    done = python("-c", WITHOUT_LOOPBACK, loopback)
+    if "no network namespaces" in done.stderr:
+        pytest.skip("no network namespaces here")
+    assert done.returncode == 0, done.stderr

@@ -6,12 +6,15 @@ guess is often wrong, and it must be right for both.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 
 import psutil
 
-__all__ = ["VARIABLES", "choose_interface", "local_address"]
+from torchopt_dist.errors import InitializationError
+
+__all__ = ["VARIABLES", "check_loopback", "choose_interface", "local_address"]
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """The variables from which Gloo and TensorPipe take their interface."""
@@ -48,3 +51,19 @@ def choose_interface(host: str) -> str | None:
                 os.environ.setdefault(variable, interface)
             return interface
     return None
+
+
+def check_loopback(host: str) -> None:
+    """Raise :class:`InitializationError` if ``host`` is a loopback address, and this machine has no way to it."""
+    try:
+        if not ipaddress.ip_address(host).is_loopback:
+            return
+    except ValueError:  # a name
+        return
+    try:
+        local_address(host)
+    except OSError as error:
+        raise InitializationError(
+            f"workers of one machine meet at its loopback address {host}, which this machine must have, got "
+            f"{error.strerror!r}: bring up the interface `lo`, as by `ip link set lo up`"
+        ) from error

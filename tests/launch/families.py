@@ -13,7 +13,7 @@ import time
 
 import psutil
 
-from tests.processes import ROOT, start_python
+from tests.processes import ON_TWO, ROOT, start_python
 from tests.waits import say, soon, watch
 from torchopt_dist.launching import _forkserver as forkserver
 
@@ -84,5 +84,23 @@ def family_of(folder, ranks=2):
 
 
 def forkserver_of(agent):
-    """The process that has forked it."""
-    return psutil.Process(agent).ppid()
+    """The forkserver that was started, and has forked the agent, or the successor that has."""
+    server = psutil.Process(agent).parent()
+    while is_forkserver(server.parent()):
+        server = server.parent()
+    return server.pid
+
+
+def is_forkserver(process):
+    return (
+        process is not None and process.cmdline()[:1] != [] and "todist: forkserver" in process.cmdline()[0]
+    )
+
+
+def successor():
+    """The successor of this program's forkserver, when it has taken over."""
+    while (
+        pid := ON_TWO.run(lambda: psutil.Process(os.getppid()).ppid()).rank(0)
+    ) == forkserver._server.process.pid:
+        time.sleep(0.01)
+    return pid

@@ -14,11 +14,10 @@ import pytest
 
 import torchopt_dist as todist
 from tests.launch.descriptors import no_new_descriptors
-from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
+from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program, successor
 from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
 from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _forkserver as forkserver
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -194,8 +193,7 @@ def test_too_few_descriptors_for_all_workers_are_an_error_that_says_so_and_are_a
 
 
 def test_too_few_descriptors_for_an_agent_are_an_error_that_says_so():
-    ON_TWO.run(int)
-    server, number = forkserver._server.process.pid, resource.RLIMIT_NOFILE
+    server, number = successor(), resource.RLIMIT_NOFILE
     before = resource.prlimit(server, number)
     resource.prlimit(server, number, (20, before[1]))
     try:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import torchopt_dist as todist
-from tests.launch.families import assert_gone
+from tests.launch.families import assert_gone, forkserver_of, is_forkserver
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.processes import ON_TWO, start_python
 from torchopt_dist.launching import Launcher
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.timeout(60)
 
 def agents():
     server = psutil.Process(forkserver._server.process.pid)
-    return set(server.children())
+    servers = {server, *filter(is_forkserver, server.children())}
+    return {child for each in servers for child in each.children()} - servers
 
 
 def wait_for_agents(number, before, seconds=20.0):
@@ -50,7 +51,7 @@ def test_a_connection_is_an_agent_that_gives_signs_of_life_and_its_end_is_the_ag
         for message, _ in stream.receive() or ():
             assert isinstance(message, Alive)
             pid = message.pid
-    assert psutil.Process(pid).ppid() == forkserver._server.process.pid
+    assert forkserver_of(pid) == forkserver._server.process.pid
     stream.close()
     assert_gone([pid])
     wait_for_agents(0, before)
@@ -119,48 +120,64 @@ def test_a_program_with_more_than_a_thousand_open_files_can_launch():
     assert (out, err) == ("True\n", "")
 
 
-SLOW = """
-import importlib, os, signal, socket, time
+SUCCESSION = """
+import os, signal, socket, sys
 from types import SimpleNamespace
+import psutil
+from tests.launch.families import assert_gone
+from tests.waits import wait_until
 from torchopt_dist.launching import _forkserver as forkserver
-late, (read, write), (imported, imports) = [0.0], os.pipe(), os.pipe()
+from torchopt_dist.launching._stream import FrameReader
+(imports, begun), (may, go_on) = os.pipe(), os.pipe()
 
-def import_slowly(name):
-    late[0] = 1000.0
-    os.write(write, b"alive")
-    os.write(imports, b"done")
+def import_when_told(name):
+    os.write(begun, b"begun")
+    os.read(may, 1)
+
+def forks_agents():
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(20)
+        caller.connect(listener.getsockname())
+        reader = FrameReader()
+        while not (heard := reader.feed(caller.recv(100))):
+            pass
+        return psutil.Process(heard[0][0].pid).ppid()
 
 with socket.socket(socket.AF_UNIX) as listener:
-    listener.bind(f"{chr(0)}todist-slow-{os.getpid()}")
+    listener.bind(f"{chr(0)}todist-succession-{os.getpid()}")
     listener.listen()
     server = os.fork()
     if server == 0:
         forkserver.PRELOAD_WHEN_IDLE = "a module that takes long"
-        forkserver.importlib = SimpleNamespace(import_module=import_slowly)
-        forkserver.time = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
-        forkserver._serve(listener, read, "nobody", patience=100.0)
+        forkserver.importlib = SimpleNamespace(import_module=import_when_told)
+        forkserver.serve(listener.fileno(), os.getppid())
         os._exit(0)
-    for launch in range(2):
-        with socket.socket(socket.AF_UNIX) as caller:
-            caller.settimeout(20)
-            caller.connect(listener.getsockname())
-            print(len(caller.recv(100)) > 0)
-        if launch == 0:
-            os.read(imported, 4)
-    print(os.waitpid(server, os.WNOHANG))
-os.kill(server, signal.SIGKILL)
+    assert forks_agents() == server
+    assert os.read(imports, 10) == b"begun"
+    assert forks_agents() == server  # nobody waits for the import
+    os.write(go_on, b"1")
+    wait_until(lambda: forks_agents() != server)
+    successor = forks_agents()
+    assert psutil.Process(successor).ppid() == server
+    if sys.argv[1] == "successor":
+        os.kill(successor, signal.SIGKILL)
+        wait_until(lambda: forks_agents() == server)
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+    assert_gone([successor])
 """
 
 
-def test_a_forkserver_that_was_busy_does_not_take_that_for_the_silence_of_the_launcher():
-    """It imports what workers are likely to need, and signs of life may wait to be read meanwhile."""
-    out, err = start_python("-c", SLOW).communicate(timeout=40)
-    assert (out, err) == ("True\nTrue\n(0, 0)\n", "")
+@pytest.mark.parametrize("ends_first", ["server", "successor"])
+def test_no_launch_waits_for_what_only_some_workers_need(ends_first):
+    """A successor imports it, and forks the agents from then on, until it or the forkserver ends."""
+    out, err = start_python("-c", SUCCESSION, ends_first).communicate(timeout=50)
+    assert (out, err) == ("", "")
 
 
 def test_launches_in_a_launch_use_the_same_forkserver():
     def server_and_agent():
-        return psutil.Process(os.getppid()).ppid(), os.getppid()
+        return forkserver_of(os.getppid()), os.getppid()
 
     def outer():
         inner = Launcher(nproc_per_host=1, handlers=[], log_dir=None).run(server_and_agent).rank(0)

@@ -14,7 +14,7 @@ import torch
 import torchopt_dist as todist
 from tests.functions import my_rank
 from tests.launch.descriptors import no_new_descriptors
-from tests.launch.families import with_this_server
+from tests.launch.families import forkserver_of, with_this_server
 from tests.processes import ON_TWO, python
 from tests.waits import soon
 from torchopt_dist.launching import Launcher, LaunchResult, launch
@@ -199,7 +199,7 @@ def test_a_variable_that_libraries_read_when_imported_makes_a_new_server():
 
     def server_of(launcher):
         def main():
-            return psutil.Process(os.getppid()).ppid()
+            return forkserver_of(os.getppid())
 
         return launcher.run(main).rank(0)
 
@@ -226,7 +226,7 @@ def test_variables_that_make_a_new_server():
 
 def test_a_server_that_died_is_replaced():
     def main():
-        return psutil.Process(os.getppid()).ppid()
+        return forkserver_of(os.getppid())
 
     server = psutil.Process(ON_TWO.run(main).rank(0))
     server.kill()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+import traceback
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,7 +29,8 @@ from tests.launch.families import (
     with_this_server,
 )
 from tests.processes import ON_TWO, ROOT, start_python
-from tests.waits import say, soon, watch
+from tests.waits import say, soon, wait_until, watch
+from torchopt_dist._signals import INTERRUPT
 from torchopt_dist.launching import Launcher
 from torchopt_dist.launching import _forkserver as forkserver
 from torchopt_dist.launching import _processes as processes
@@ -123,12 +129,39 @@ def test_an_interrupt_goes_on_as_such_and_leaves_nothing(tmp_path):
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupted:
         ON_TWO.run(hold_on, tmp_path)
     thread.join()
+    frames = traceback.extract_tb(interrupted.tb)
+    assert [frame.name for frame in frames if frame.filename != __file__] == ["run"]
     pids = family_of(tmp_path)
     assert_gone(pids, 1.0)
     assert ON_TWO.run(os.getpid).results  # and the next launch is as good
+
+
+class Unreadable:
+    def __reduce__(self):
+        return fail_to_read, ()
+
+
+def fail_to_read():
+    print("read")
+    os.kill(os.getppid(), signal.SIGSTOP)  # so that the agent hears of this at the end of the process
+    atexit.register(be_interrupted)
+    raise MyError(code=3)
+
+
+def be_interrupted():
+    os.kill(os.getppid(), signal.SIGCONT)
+    wait_until(lambda: signal.getsignal(INTERRUPT) is signal.SIG_DFL)  # it has come
+
+
+def test_a_worker_that_cannot_read_its_task_is_not_interrupted_as_it_ends(tmp_path):
+    launcher = Launcher(nproc_per_host=1, handlers=[], log_dir=str(tmp_path))
+    with pytest.raises(todist.errors.SerializationError, match="cannot be read on the worker: MyError"):
+        launcher.run(print, Unreadable())
+    (log,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert log.read_text() == "read\n"
 
 
 def test_who_unlinks_shared_memory_is_let_do_so(tmp_path):
@@ -148,15 +181,48 @@ def test_who_unlinks_shared_memory_is_let_do_so(tmp_path):
         assert not Path("/dev/shm", (tmp_path / f"name{rank}").read_text()).exists()
 
 
+def share_by_files(folder, how):
+    """Share a tensor as torch does where descriptors are few; then die, or let the agent die."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    share_by_files.kept = torch.ones(3).share_memory_()
+    names = [path.name for path in Path("/dev/shm").glob(f"torch_{os.getpid()}_*")]
+    assert len(names) == 1
+    say(folder / f"name{os.environ['RANK']}", names[0])
+    if os.environ["RANK"] == "1":
+        assert watch(folder / "name0")
+        os.kill(os.getpid() if how == "worker" else os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def shared_by_files(folder):
+    names = [(folder / f"name{rank}").read_text() for rank in (0, 1)]
+    return [name for name in names if Path("/dev/shm", name).exists()]
+
+
+@pytest.mark.parametrize("liveness", [todist.Liveness(), todist.Liveness(interval=0.1, patience=0.8)])
+def test_torch_is_let_unlink_what_killed_workers_have_shared_by_files(tmp_path, liveness):
+    launcher = Launcher(nproc_per_host=2, handlers=[], liveness=liveness)
+    with pytest.raises(todist.errors.WorkerFailedError, match="rank 1"):
+        launcher.run(share_by_files, tmp_path, "worker")
+    assert shared_by_files(tmp_path) == []
+
+
+def test_torch_is_let_unlink_what_was_shared_by_files_when_the_agent_is_killed(tmp_path):
+    with pytest.raises(todist.errors.AgentFailedError, match="died"):
+        ON_TWO.run(share_by_files, tmp_path, "agent")
+    wait_until(lambda: shared_by_files(tmp_path) == [])
+
+
 def test_janitors_are_known_by_their_command():
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()
-    tracker = psutil.Process(resource_tracker._resource_tracker._pid)
-    deadline = time.monotonic() + 5
-    while not processes.is_janitor(tracker):  # until it has called exec
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    of_python = psutil.Process(resource_tracker._resource_tracker._pid)
+    program = "input() # from joblib.externals.loky.backend.resource_tracker import main; main(5, False)"
+    with subprocess.Popen([sys.executable, "-S", "-c", program], stdin=subprocess.PIPE) as of_joblib:
+        for tracker in (of_python, psutil.Process(of_joblib.pid)):
+            wait_until(partial(processes.is_janitor, tracker))  # until it has called exec
+        of_joblib.kill()
     assert not processes.is_janitor(psutil.Process())
 
 

@@ -10,16 +10,24 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
-from torch.distributed.autograd import DistAutogradContext
 
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist._types import OptionalTensor, TensorOrTensors
 from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.errors import NotInitializedError
+
+if TYPE_CHECKING or dist_autograd.is_available():
+    from torch.distributed.autograd import DistAutogradContext
+else:
+
+    class DistAutogradContext:
+        """Stands in where torch is built without distributed autograd; nothing is one."""
+
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "grad", "is_available"]
 
@@ -35,17 +43,19 @@ class context(dist_autograd.context):  # noqa: N801 - used as `with todist.autog
     A context must not be used by several threads.
 
     Raises:
-        NotInitializedError: there is no RPC group.
+        NotInitializedError: there is no RPC group, or no distributed autograd in this build of torch.
     """
 
     def __enter__(self) -> int:
         """Open the context."""
+        _check_available()
         current_group()
         return int(super().__enter__())
 
 
 def get_gradients(autograd_ctx_id: int) -> dict[Tensor, Tensor]:
     """The gradients that the last ``backward`` or ``grad`` in the context left, by leaf tensor."""
+    _check_available()
     return dist_autograd.get_gradients(autograd_ctx_id)
 
 
@@ -114,6 +124,7 @@ def _differentiate(context_id: int, roots: list[Tensor], retain_graph: bool) -> 
     A context adds up the gradients of all its backwards, in place. So the gradients of earlier ones are set to zero
     first: the sum is then that of this backward, and the version of a leaf's gradient shows whether the leaf took part.
     """
+    _check_available()
     try:
         there = get_gradients(context_id)
     except RuntimeError:
@@ -138,6 +149,14 @@ def _differentiate(context_id: int, roots: list[Tensor], retain_graph: bool) -> 
         if tensor_version(gradient) is None
         or before.get(leaf) != (gradient.data_ptr(), tensor_version(gradient))
     }
+
+
+def _check_available() -> None:
+    if not dist_autograd.is_available():
+        raise NotInitializedError(
+            "`todist.autograd` needs torch's distributed autograd, which this build of torch does not have: call "
+            "`loss.backward()` or `torch.autograd.grad` without a context, as over every transport"
+        )
 
 
 def _tensors(argument: str, tensors: TensorOrTensors) -> list[Tensor]:

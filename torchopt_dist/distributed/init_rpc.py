@@ -62,7 +62,7 @@ def auto_init_rpc(
             ``local_world_size``; returns this worker's name, of letters, digits, ``-``, ``_`` and ``:``.
         transport: how messages travel: ``"rpc"`` is torch's RPC, ``"zmq"`` is ZeroMQ and needs the extra ``zmq``.
             ``None`` takes the environment variable ``TODIST_TRANSPORT``; if that is not set, it means ``"zmq"`` with
-            ``on_loss="replace"``, else ``"rpc"``.
+            ``on_loss="replace"``, and where torch is built without RPC, else ``"rpc"``.
         backend: as in :func:`torch.distributed.rpc.init_rpc`; of the transport ``"rpc"`` only.
         rpc_backend_options: as in :func:`torch.distributed.rpc.init_rpc`; of the transport ``"rpc"`` only. Device maps
             are set here. Calls have no time-out unless ``rpc_timeout`` (seconds) differs from torch's default of 60.

@@ -109,10 +109,7 @@ class Agent:
 
     def _turn(self, seconds: float) -> None:
         """Handle the next events; wait for them so many seconds."""
-        now = time.monotonic()
-        if now - self._spoke_at >= self._between_signs and not self._stream.waits_to_send:
-            self._spoke_at = now
-            self._tell(messages.Alive(os.getpid()))
+        self._speak()
         if not self._launcher_has_ended:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._stream.waits_to_send else 0)
             self._selector.modify(self._stream.fileno(), events, self._hear)
@@ -124,6 +121,13 @@ class Agent:
                 self._watch(self._pipes.fileno(), self._read_pipes)
         for key, _ in self._selector.select(seconds):
             key.data()
+
+    def _speak(self) -> None:
+        """Give a sign of life, if it is time for one."""
+        now = time.monotonic()
+        if now - self._spoke_at >= self._between_signs and not self._stream.waits_to_send:
+            self._spoke_at = now
+            self._tell(messages.Alive(os.getpid()))
 
     def _tell(self, message: object, payload: bytes = b"") -> None:
         if not self._launcher_has_ended:
@@ -326,7 +330,7 @@ class Agent:
             if own.get(pid) is False and processes.handles(pid, INTERRUPT):  # it has not noticed
                 processes.kill(pid, signal.SIGTERM)
         self._wait_for_ends(grace, until)
-        processes.end_descendants()
+        processes.end_descendants(meanwhile=self._speak)
         for writer in self._workers:
             self._drain(writer)
         with contextlib.suppress(OSError):

@@ -15,11 +15,11 @@ from torchopt_dist.launching._cluster import Host
 from torchopt_dist.launching._handles import AgentHandle, WorkerHandle
 from torchopt_dist.launching._pickling import pack
 from torchopt_dist.launching._plan import Plan
-from torchopt_dist.launching._processes import umask
+from torchopt_dist.launching._processes import KILL_SECONDS, umask
 
 __all__ = ["LONGEST_WAIT", "Agents"]
 
-AGENT_SECONDS, KILLED_SECONDS = 5.0, 1.0
+AGENT_SECONDS, KILLED_SECONDS = 2 + KILL_SECONDS, 1.0
 """Seconds for an agent to end, in addition to those of its workers; and after it has been killed."""
 SILENT_THERE = 1.5
 """The factor of the patience with agents on other machines: the loss of a whole machine is known before that."""

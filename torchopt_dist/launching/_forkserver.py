@@ -3,6 +3,9 @@
 Importing torch takes seconds, forking takes milliseconds. The forkserver is started by the first launch of a program,
 on this machine or by SSH on another, and lives as long as the program. It has one thread, and it never touches a GPU:
 CUDA does not survive a fork. An agent or a worker that itself launches workers connects to the same forkserver.
+
+What only some workers need is imported by a fork of the forkserver, its successor, so no launch waits for that. When
+this is done, the successor forks the agents.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import cloudpickle
 import psutil
@@ -45,8 +49,8 @@ from torchopt_dist.launching._environment import import_path
 __all__ = ["MARK", "PROGRAM", "connect", "read_on_import", "serve", "serve_by_ssh", "versions"]
 
 PRELOAD_WHEN_IDLE = "torch._dynamo"
-"""It takes as long as torch itself, and torch imports it when the first optimizer is made. Without it the first workers
-start sooner."""
+"""It takes as long as torch itself, and torch imports it when the first optimizer is made. The first workers start
+without it."""
 IDLE_SECONDS = 0.3
 READ_ON_IMPORT = re.compile(
     "(OMP|GOMP|KMP|MKL|OPENBLAS|NUMEXPR|LD|TORCH|TORCHDYNAMO|TORCHINDUCTOR|PYTORCH|ATEN)_"
@@ -178,7 +182,7 @@ def serve(listener: int, launcher: int) -> None:
     if launcher_end is not None:
         with socket.socket(fileno=listener) as connections:
             connections.set_inheritable(False)
-            _serve(connections, launcher_end, f"{launcher}", patience=None)
+            _serve(connections, launcher_end, f"{launcher}", patience=None, by_ssh=False)
 
 
 def serve_by_ssh(start: dict[str, Any]) -> None:
@@ -215,7 +219,7 @@ def serve_by_ssh(start: dict[str, Any]) -> None:
             with open(out, "wb") as file:
                 file.write(MARK + json.dumps(greeting).encode() + b"\n")
             os.set_blocking(launcher_end, False)
-            _serve(connections, launcher_end, start["launcher"], start["patience"])
+            _serve(connections, launcher_end, start["launcher"], start["patience"], by_ssh=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -243,7 +247,9 @@ def _count_gpus() -> int:
     return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0)
 
 
-def _serve(connections: socket.socket, launcher_end: int, launcher: str, patience: float | None) -> None:
+def _serve(
+    connections: socket.socket, launcher_end: int, launcher: str, patience: float | None, by_ssh: bool
+) -> None:
     """Fork agents until the launcher has ended.
 
     Args:
@@ -252,6 +258,7 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
             has given a sign of life.
         launcher: its name, for messages.
         patience: seconds without a sign of life after which the launcher counts as lost.
+        by_ssh: whether the launcher is on another machine: agents then end with this process.
     """
     setproctitle.setproctitle(f"todist: forkserver of {launcher}")
     processes.clear_signals()
@@ -259,6 +266,7 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
     processes.adopt_orphans()  # of an agent that is killed
     woken, wake = processes.wake_on_children()
     agents: set[int] = set()
+    successor = None if PRELOAD_WHEN_IDLE in sys.modules else 0
     gc.collect()
     gc.freeze()  # the collector of a forked process need not walk over, and so copy, all of torch
     selector = selectors.PollSelector()  # not epoll: it would have to be closed in each agent
@@ -266,11 +274,13 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
         selector.register(descriptor, selectors.EVENT_READ)
     lost_at = math.inf if patience is None else time.monotonic() + patience
     idle_at = math.inf
+    takes_over = -1
     while True:
         until = min(lost_at, idle_at)
         ready = {
             key.fd for key, _ in selector.select(None if until == math.inf else until - time.monotonic())
         }
+        own = [fd for fd in (launcher_end, woken, wake, takes_over) if fd >= 0]
         if launcher_end in ready:
             if patience is None or not os.read(launcher_end, 1 << 12):
                 return
@@ -279,21 +289,82 @@ def _serve(connections: socket.socket, launcher_end: int, launcher: str, patienc
             return
         if woken in ready:
             os.read(woken, 1 << 12)
-            _bury(agents)
-        if connections.fileno() in ready:
+            if successor in _bury(agents) and connections.fileno() not in selector.get_map():
+                selector.register(connections.fileno(), selectors.EVENT_READ)
+        if takes_over in ready:
+            selector.unregister(takes_over)
+            if os.read(takes_over, 1):
+                selector.unregister(connections.fileno())
+            os.close(takes_over)
+            takes_over = -1
+        elif connections.fileno() in ready:
             connection, peer = _accept(connections)
             if connection is not None:
-                watched = [peer] if patience is None else [peer, os.getpid()]
+                watched = [peer, os.getpid()] if by_ssh else [peer]
                 pid = os.fork()
                 if pid == 0:
-                    _become_agent(connection, watched, connections, (launcher_end, woken, wake))
+                    _end_after(partial(_become_agent, connection, watched, connections, own))
                 agents.add(pid)
                 connection.close()
-            idle_at = math.inf if PRELOAD_WHEN_IDLE in sys.modules else time.monotonic() + IDLE_SECONDS
+            if successor == 0:
+                idle_at = time.monotonic() + IDLE_SECONDS
         elif time.monotonic() > idle_at:
-            importlib.import_module(PRELOAD_WHEN_IDLE)
-            gc.freeze()
             idle_at = math.inf
+            with contextlib.suppress(OSError):  # there are too many files or processes
+                successor, takes_over = _start_successor(connections, own, launcher, by_ssh)
+                agents.add(successor)
+                selector.register(takes_over, selectors.EVENT_READ)
+
+
+def _start_successor(
+    connections: socket.socket, not_for_it: list[int], launcher: str, by_ssh: bool
+) -> tuple[int, int]:
+    """Fork a process that imports what is imported when idle, and is a forkserver as well from then on.
+
+    Returns:
+        The process, and a descriptor from which a byte can be read when it has taken over.
+    """
+    server, (takes_over, says_so) = os.getpid(), os.pipe2(os.O_CLOEXEC)
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(takes_over)
+        os.close(says_so)
+        raise
+    if pid == 0:
+        not_for_it = [*not_for_it, takes_over]
+        _end_after(partial(_succeed, server, connections, not_for_it, launcher, by_ssh, says_so))
+    os.close(says_so)
+    return pid, takes_over
+
+
+def _succeed(
+    server: int, connections: socket.socket, not_for_it: list[int], launcher: str, by_ssh: bool, says_so: int
+) -> None:
+    """In a process that has just been forked: the whole life of a successor, which ends with the forkserver."""
+    processes.end_with_parent(server)
+    signal.set_wakeup_fd(-1)
+    for descriptor in not_for_it:
+        os.close(descriptor)
+    importlib.import_module(PRELOAD_WHEN_IDLE)
+    server_end = processes.open_process(server)
+    if server_end is not None:
+        os.write(says_so, b"\0")
+        os.close(says_so)
+        _serve(connections, server_end, launcher, None, by_ssh)
+
+
+def _end_after(work: Callable[[], object]) -> NoReturn:
+    """In a process that has just been forked: do some work, and end."""
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
@@ -307,34 +378,31 @@ def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
     return None, 0
 
 
-def _bury(agents: set[int]) -> None:
-    """Remove agents that have ended, and kill the processes that were left by an agent that was killed itself."""
+def _bury(agents: set[int]) -> Collection[int]:
+    """Remove agents that have ended, and kill the processes that were left by an agent that was killed itself.
+
+    Those that clean up after the others end by themselves, and are removed later.
+
+    Returns:
+        The processes that have ended.
+    """
     ended = dict(processes.reap())
     left_something = any(pid not in agents or status != 0 for pid, status in ended.items())
     agents -= ended.keys()
-    for orphan in psutil.Process().children() if left_something else ():
-        if orphan.pid not in agents:
-            processes.end_tree(orphan, and_janitors=True)
-            processes.kill(orphan.pid)
+    if left_something:
+        processes.end_trees(child for child in psutil.Process().children() if child.pid not in agents)
+    return ended
 
 
 def _become_agent(
-    connection: socket.socket, watched: list[int], connections: socket.socket, not_for_it: tuple[int, ...]
+    connection: socket.socket, watched: list[int], connections: socket.socket, not_for_it: list[int]
 ) -> None:
-    """In a process that has just been forked: be an agent, and end."""
+    """In a process that has just been forked: the whole life of an agent."""
     global _server
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        # Launches from here on ask the same forkserver.
-        _server = _Server(connections.getsockname(), read_on_import(os.environ))
-        connections.close()
-        for descriptor in not_for_it:
-            os.close(descriptor)
-        Agent(connection, watched).run()
-        code = 0
-    except BaseException:
-        with contextlib.suppress(Exception):
-            traceback.print_exc()
-    finally:
-        os._exit(code)
+    signal.set_wakeup_fd(-1)
+    # Launches from here on ask the same forkserver.
+    _server = _Server(connections.getsockname(), read_on_import(os.environ))
+    connections.close()
+    for descriptor in not_for_it:
+        os.close(descriptor)
+    Agent(connection, watched).run()

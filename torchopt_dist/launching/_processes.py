@@ -9,16 +9,18 @@ import re
 import resource
 import signal
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 
 __all__ = [
+    "KILL_SECONDS",
     "adopt_orphans",
     "allow_many_files",
     "clear_signals",
     "end_descendants",
-    "end_tree",
+    "end_trees",
     "end_with_parent",
     "handles",
     "kill",
@@ -29,14 +31,16 @@ __all__ = [
 ]
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-JANITORS = ("multiprocessing.resource_tracker", "torch_shm_manager")
-"""Programs that unlink shared memory when those who used it have ended, and then end themselves."""
+JANITORS = ("resource_tracker import main", "torch_shm_manager")
+"""Programs that unlink shared memory when those who used it have ended, and then end themselves. The first is Python's,
+and joblib's; the second is torch's, which shares by files with ``set_sharing_strategy("file_system")``."""
 
-KILL_SECONDS = 3.0
+JANITOR_SECONDS = 4.0
+"""For these programs to end by themselves: torch's waits 2 s for another process that shares."""
+KILL_SECONDS = JANITOR_SECONDS + 1.0
 """For killed processes to end; one that the kernel holds, in a broken file system say, may not."""
-KILL_AGAIN_SECONDS = 0.002
-JANITOR_SECONDS = 0.5
-"""For these programs to end by themselves."""
+KILL_AGAIN_SECONDS, AT_MOST = 0.002, 0.032
+"""Between two looks at what is left, at first and later."""
 
 HANDLED = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
@@ -130,30 +134,37 @@ def umask() -> int | None:
     return int(found[1], 8) if found else None
 
 
-def end_tree(root: psutil.Process, and_janitors: bool) -> None:
-    """Kill all descendants of a process.
+def end_trees(roots: Iterable[psutil.Process], and_janitors: bool = False) -> None:
+    """Kill processes and all their descendants.
 
     Args:
-        root: the process.
-        and_janitors: whether to kill the processes, too, that clean up and then end by themselves.
+        roots: the processes.
+        and_janitors: whether to kill those, too, that clean up and then end by themselves.
     """
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for process in root.children(recursive=True):
-            if and_janitors or not is_janitor(process):
-                kill(process.pid)
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (*root.children(recursive=True), root):
+                if and_janitors or not is_janitor(process):
+                    kill(process.pid)
 
 
-def end_descendants() -> None:
-    """Kill all descendants of this process, and reap those that have ended, until none is left."""
-    begun = time.monotonic()
+def end_descendants(meanwhile: Callable[[], object]) -> None:
+    """Kill all descendants of this process, and reap those that have ended, until none is left.
+
+    Args:
+        meanwhile: called between two looks at what is left.
+    """
+    begun, pause = time.monotonic(), KILL_AGAIN_SECONDS
     while (took := time.monotonic() - begun) <= KILL_SECONDS:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return  # no children, and so no descendants
-        end_tree(psutil.Process(), and_janitors=took > JANITOR_SECONDS)
-        time.sleep(KILL_AGAIN_SECONDS)
+        end_trees(psutil.Process().children(), and_janitors=took > JANITOR_SECONDS)
+        meanwhile()
+        time.sleep(pause)
+        pause = min(2 * pause, AT_MOST)
 
 
 def is_janitor(process: psutil.Process) -> bool:

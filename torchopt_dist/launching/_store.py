@@ -18,6 +18,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
+from torchopt_dist._network import check_loopback
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
 
@@ -36,7 +37,7 @@ class Listeners:
         question: the port and the addresses.
 
     Raises:
-        InitializationError: the port is taken.
+        InitializationError: the port is taken, or the machine has no loopback address.
 
     Attributes:
         where: the message with the addresses, for the launcher.
@@ -44,6 +45,8 @@ class Listeners:
 
     def __init__(self, question: Listen) -> None:
         self._listeners: dict[str, socket.socket] = {}
+        if not question.everywhere:
+            check_loopback(LOOPBACK)
         for address in _own_addresses() if question.everywhere else [LOOPBACK]:
             try:
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET

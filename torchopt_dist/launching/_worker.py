@@ -90,13 +90,13 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = 1
     try:
-        header: Header = unpack(start.header)
-        _take_over(header, start.env[rank])
-        _become_fresh(rank)
-        function, args, kwargs = unpack_task(task)
-        header.settings.apply()  # now, since filters of warnings are of classes that have been imported
-        _report(report, Running())
         try:
+            header: Header = unpack(start.header)
+            _take_over(header, start.env[rank])
+            _become_fresh(rank)
+            function, args, kwargs = unpack_task(task)
+            header.settings.apply()  # now, since filters of warnings are of classes that have been imported
+            _report(report, Running())
             value = function(*args, **kwargs)
         finally:  # what comes now ends by itself, and is not to be interrupted
             if signal.getsignal(INTERRUPT) is _interrupt:

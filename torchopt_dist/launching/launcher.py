@@ -123,6 +123,14 @@ class Launcher(LaunchOptions):
             ValueError: ``hosts`` or ``nproc_per_host`` ask for hosts, cores or GPUs that do not exist.
             OSError: this system lacks what a launch needs, or the working folder has been deleted.
         """
+        try:
+            return self._run(func, args, kwargs)
+        except (TodistError, KeyboardInterrupt) as error:
+            # What it says has happened elsewhere, or is the user's: frames of this room say nothing.
+            show_user_frames()
+            raise error.with_traceback(None) from error.__cause__
+
+    def _run(self, func: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LaunchResult[T]:
         if not callable(func):
             raise not_callable("`func`", func)
         _check_own_arguments(func, kwargs)
@@ -170,13 +178,7 @@ class Launcher(LaunchOptions):
             setup = functools.partial(self._setup, folder, modules, Settings.capture(), {**added, **own})
             plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
             membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
-            try:
-                return run_attempts(plan, membership)
-            except (
-                TodistError
-            ) as error:  # what it says has happened elsewhere: frames of this room say nothing
-                show_user_frames()
-                raise error.with_traceback(None) from error.__cause__
+            return run_attempts(plan, membership)
 
     def _setup(
         self,

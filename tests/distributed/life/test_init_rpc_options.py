@@ -13,7 +13,7 @@ from tests.distributed.programs import rank_of_worker
 from tests.processes import World, free_port
 from tests.waits import soon
 from torchopt_dist.distributed.group.group import current_group
-from torchopt_dist.distributed.transport.choice import default_options
+from torchopt_dist.distributed.transport.rpc import default_options
 
 
 def by_role(*, world_rank, world_size, local_rank, local_world_size):
@@ -143,7 +143,7 @@ def test_a_missing_address_is_told(variable):
 )
 def test_the_transport_is_one_that_can_so_many_workers(monkeypatch, workers, cores, transports):
     # Torch's options do not show what they were made with.
-    monkeypatch.setattr("torchopt_dist.distributed.transport.choice._cores", lambda: cores)
+    monkeypatch.setattr("torchopt_dist.distributed.transport.rpc._cores", lambda: cores)
     monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda _transports=None: _transports)
     assert default_options(workers) == transports
 

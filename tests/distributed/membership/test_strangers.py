@@ -120,6 +120,10 @@ def test_the_hub_listens_at_the_given_address_only(lines):
 
 
 def test_every_run_has_a_token_of_its_own(lines):
-    tokens = {lines("a").ends[0]._hub._listener.token for _ in range(3)}
+    tokens = {lines("a", "b").ends[0]._hub._listener.token for _ in range(3)}
     assert len(tokens) == 3
     assert all(len(token) == 32 for token in tokens)
+
+
+def test_a_run_of_one_listens_nowhere(lines):
+    assert lines("a").ends[0]._hub._listener._socket is None

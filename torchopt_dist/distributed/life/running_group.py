@@ -112,6 +112,7 @@ class RunningGroup:
         _network.choose_interface(host)
         keep_for_next_call()
         if world.world_size > 1:
+            _network.check_loopback(host)
             check_descriptors(chosen.files + world.world_size)
         nonce, plain = store_module.rendezvous(
             world.rank, world.world_size, chosen.init_method, self.incarnation
@@ -130,7 +131,8 @@ class RunningGroup:
                     self._take_place(placed)
                     world, chosen = self.world, self.chosen
                     self.membership.me = own_member(world, self.on_loss, self.incarnation)
-                self.membership.join(store, _network.local_address(host), store_module.init_timeout())
+                here = _network.local_address(host) if world.world_size > 1 else ""
+                self.membership.join(store, here, store_module.init_timeout())
             self.group = Group(
                 self.membership, self.settings, chosen.call_timeout, chosen.make, ask, handle_request
             )

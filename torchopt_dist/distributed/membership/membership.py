@@ -80,8 +80,9 @@ class Membership(MembershipState):
         if self.world_size > 2:
             self.me = replace(self.me, link=self._run(self.links.listen(host, self.world_size)))
         if self._hub is not None:
-            port = self._run(self._hub.listen(host, store.make_token("membership")))
-            store.tell("membership", json.dumps({"host": host, "port": port}))
+            if self.world_size > 1:
+                port = self._run(self._hub.listen(host, store.make_token("membership")))
+                store.tell("membership", json.dumps({"host": host, "port": port}))
             self._run(self._hub.handle({"join": asdict(self.me)}))
         else:
             where = "rank 0"

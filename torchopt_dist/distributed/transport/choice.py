@@ -8,27 +8,14 @@ from dataclasses import dataclass
 
 from torch.distributed import rpc
 
-from torchopt_dist._torch_private import tensorpipe_options_with_sockets
 from torchopt_dist.distributed.membership.members import OnLoss
 from torchopt_dist.distributed.transport.base import Host, Transport
-from torchopt_dist.distributed.transport.rpc import RPCTransport, rpc_is_initialized
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["NAMES", "VARIABLE", "Choice", "check_name", "choose", "default_options"]
+__all__ = ["NAMES", "VARIABLE", "Choice", "check_name", "choose"]
 
 NAMES = ("rpc", "zmq")
 VARIABLE = "TODIST_TRANSPORT"
-
-MAX_SHARED_MEMORY_WORKERS = 32
-"""Beyond so many workers on one machine TensorPipe's shared-memory transport fails at the start.
-
-Shared memory is also polled: each worker keeps two thirds of a core busy even when it waits (measured on torch 2.13). A
-small message takes a third of the time that it takes over sockets, but where there are fewer than two cores a worker,
-the polling slows down what the workers compute. So sockets are used there, too, and where a worker is alone on its
-machine.
-"""
-TORCH_DEFAULT_TIMEOUT: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
-"""60 s may be torch's default or the user's wish. They count as the default, which means no time-out."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +45,11 @@ def choose(
     """Choose a transport; raises ``InitializationError`` if it is unknown, or cannot be used in this process.
 
     ``None`` means the environment variable ``TODIST_TRANSPORT``, or ``rpc``, or ``zmq`` where lost workers are
-    replaced; ``backend`` and ``options`` are those of :func:`torch.distributed.rpc.init_rpc`.
+    replaced and where torch is built without RPC; ``backend`` and ``options`` are those of
+    :func:`torch.distributed.rpc.init_rpc`.
     """
-    name = transport or os.environ.get(VARIABLE) or ("zmq" if on_loss == "replace" else "rpc")
+    only_zmq = on_loss == "replace" or not rpc.is_available()
+    name = transport or os.environ.get(VARIABLE) or ("zmq" if only_zmq else "rpc")
     if name not in NAMES:
         raise InitializationError(
             f"the environment variable {VARIABLE} must be {' or '.join(NAMES)}, got {name!r}"
@@ -72,20 +61,34 @@ def choose(
             "on_loss='replace' needs transport='zmq', as the groups of torch's RPC take up no new process, got "
             f"transport={name!r} (the environment variable {VARIABLE} chooses where the argument does not)"
         )
-    if rpc_is_initialized():
-        raise InitializationError(
-            "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "
-            "so the program must not"
-        )
-    used = options or default_options(local_world_size)
-    timeout = 0.0 if used.rpc_timeout == TORCH_DEFAULT_TIMEOUT else used.rpc_timeout
-    return Choice(lambda host: RPCTransport(host, backend, used), used.init_method, timeout)
+    return _rpc(backend, options, local_world_size)
 
 
 def check_name(transport: str | None) -> None:
     """Raise ``ValueError`` unless there is a transport of that name."""
     if transport is not None and transport not in NAMES:
         raise ValueError(f"transport must be {' or '.join(map(repr, NAMES))}, got {transport!r}")
+
+
+def _rpc(
+    backend: rpc.BackendType | None, options: rpc.RpcBackendOptions | None, local_world_size: int
+) -> Choice:
+    if not rpc.is_available():
+        raise InitializationError(
+            "transport='rpc' needs torch's RPC, which this build of torch does not have: choose transport='zmq' (the "
+            f"environment variable {VARIABLE} chooses where the argument does not)"
+        )
+    from torchopt_dist.distributed.transport.rpc import RPCTransport, default_options, rpc_is_initialized
+
+    if rpc_is_initialized():
+        raise InitializationError(
+            "RPC is already initialized: `auto_init_rpc` calls `torch.distributed.rpc.init_rpc` itself, "
+            "so the program must not"
+        )
+    used = options or default_options(local_world_size)
+    # 60 s may be torch's default or the user's wish. They count as the default, which means no time-out.
+    timeout = 0.0 if used.rpc_timeout == rpc.constants.DEFAULT_RPC_TIMEOUT_SEC else used.rpc_timeout
+    return Choice(lambda host: RPCTransport(host, backend, used), used.init_method, timeout)
 
 
 def _zmq(backend: rpc.BackendType | None, options: rpc.RpcBackendOptions | None) -> Choice:
@@ -102,15 +105,3 @@ def _zmq(backend: rpc.BackendType | None, options: rpc.RpcBackendOptions | None)
             f"transport='zmq' needs pyzmq, which cannot be imported ({error}): pip install 'torchopt_dist[zmq]'"
         ) from error
     return Choice(ZMQTransport, files=12)
-
-
-def default_options(local_world_size: int) -> rpc.TensorPipeRpcBackendOptions:
-    """TensorPipe's options for so many workers on this machine."""
-    if 1 < local_world_size <= min(MAX_SHARED_MEMORY_WORKERS, _cores() // 2):
-        return rpc.TensorPipeRpcBackendOptions()
-    return tensorpipe_options_with_sockets()
-
-
-def _cores() -> int:
-    """The number of cores this process may use, or, where the system does not say, of those that there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

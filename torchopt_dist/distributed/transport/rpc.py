@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 import warnings
 from typing import Any, TypeAlias
@@ -10,7 +11,8 @@ import torch
 from torch.distributed import rpc
 
 from torchopt_dist._future import Future
-from torchopt_dist._torch_private import set_default_rpc_timeout
+from torchopt_dist._network import check_loopback
+from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.rendezvous import store as store_module
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
@@ -26,10 +28,19 @@ from torchopt_dist.distributed.transport.base import Host, Transport
 from torchopt_dist.distributed.transport.pending import disconnected
 from torchopt_dist.errors import CallTimeoutError, NotInitializedError
 
-__all__ = ["RPCTransport", "rpc_is_initialized"]
+__all__ = ["RPCTransport", "default_options", "rpc_is_initialized"]
 
 VERDICT_SECONDS = 0.5
 """How long a broken connection waits for the membership to tell why."""
+
+MAX_SHARED_MEMORY_WORKERS = 32
+"""Beyond so many workers on one machine TensorPipe's shared-memory transport fails at the start.
+
+Shared memory is also polled: each worker keeps two thirds of a core busy even when it waits (measured on torch 2.13). A
+small message takes a third of the time that it takes over sockets, but where there are fewer than two cores a worker,
+the polling slows down what the workers compute. So sockets are used there, too, and where a worker is alone on its
+machine.
+"""
 
 _Fields: TypeAlias = tuple[Any, ...]
 """Of a :class:`WireMessage`; or its skeleton, if that is all."""
@@ -50,6 +61,8 @@ class RPCTransport(Transport):
 
     def start(self, store: SealedStore, timeout: float) -> None:
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
+        if len(self._host.names) == 1:
+            check_loopback("127.0.0.1")
         # The options' time-out bounds the waits of the start as well, and 0 would end these at once.
         options, asked = self._options, (self._options.init_method, self._options.rpc_timeout)
         options.rpc_timeout = timeout
@@ -181,3 +194,15 @@ def rpc_is_initialized() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def default_options(local_world_size: int) -> rpc.TensorPipeRpcBackendOptions:
+    """TensorPipe's options for so many workers on this machine."""
+    if 1 < local_world_size <= min(MAX_SHARED_MEMORY_WORKERS, _cores() // 2):
+        return rpc.TensorPipeRpcBackendOptions()
+    return tensorpipe_options_with_sockets()
+
+
+def _cores() -> int:
+    """The number of cores this process may use, or, where the system does not say, of those that there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,129 @@
+"""A build of torch without RPC: all goes over ZeroMQ, and what needs RPC says so.
+
+``torch_without_rpc/sitecustomize.py`` makes torch such a one in new Pythons, the launcher's workers included.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, python
+
+HERE = Path(__file__).parent / "torch_without_rpc"
+BEGIN = """
+import pytest
+import torch
+from torch.distributed import autograd, rpc
+assert not rpc.is_available() and not autograd.is_available()
+import torchopt_dist as todist
+from torchopt_dist.distributed.group.group import current_group
+
+def transport():
+    return type(current_group().transport).__name__
+
+"""
+
+
+def on_such_a_torch(program, before="", **env):
+    path = os.pathsep.join((str(HERE), str(ROOT)))
+    environ = {name: value for name, value in os.environ.items() if name != "TODIST_TRANSPORT"}
+    done = python(
+        *("-W", "error", "-c", before + BEGIN + program),
+        warm=False,
+        env={**environ, "PYTHONPATH": path, **env},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_workers_speak_over_zeromq_unless_they_are_told_otherwise():
+    program = """
+def main():
+    w = torch.ones(3, requires_grad=True)
+    loss = todist.remote_sync_call(lambda w: (w * w * w).sum(), args=(w,), partitioner=1)
+    (g,) = torch.autograd.grad(loss, w, create_graph=True)
+    g.sum().backward()
+    return transport(), tuple(w.grad.tolist())
+
+assert set(todist.launch(main, nproc_per_host=2, rpc=True, handlers=[]).results["localhost"]) == {
+    ("ZMQTransport", (6.0, 6.0, 6.0))
+}
+"""
+    on_such_a_torch(program)
+
+
+def test_what_needs_rpc_says_so():
+    program = """
+@todist.auto_init_rpc()
+def main():
+    for ask in (
+        lambda: todist.autograd.context().__enter__(),
+        lambda: todist.autograd.get_gradients(1),
+        lambda: todist.autograd.backward(1, torch.ones(1)),
+        lambda: todist.autograd.grad(1, torch.ones(1), torch.ones(1, requires_grad=True)),
+        lambda: todist.pytree.tree_as_rref([1]),
+    ):
+        with pytest.raises(todist.errors.NotInitializedError, match="which this build of torch does not have"):
+            ask()
+    return transport()
+
+assert main() == "ZMQTransport"
+assert not todist.autograd.is_available()
+"""
+    on_such_a_torch(program)
+
+
+@pytest.mark.parametrize("env", [{}, {"TODIST_TRANSPORT": "rpc"}])
+def test_the_transport_rpc_is_refused(env):
+    program = f"""
+with pytest.raises(todist.errors.InitializationError, match="transport='rpc' needs torch's RPC, which this build"):
+    todist.auto_init_rpc(transport={None if env else "rpc"!r})(print)()
+"""
+    on_such_a_torch(program, **env)
+
+
+def test_every_module_is_there():
+    program = """
+import pkgutil
+import importlib
+for module in pkgutil.walk_packages(todist.__path__, "torchopt_dist."):
+    if module.name.removeprefix("torchopt_dist.") not in ("_C", "__main__", "distributed.transport.rpc"):
+        importlib.import_module(module.name)
+assert todist.typing.RRef.__module__ == "torchopt_dist._types"
+assert todist.autograd.DistAutogradContext.__module__ == "torchopt_dist.distributed.autograd"
+from torchopt_dist import bench
+assert [row.peer for row in bench.collect(rounds=1)] == ["torch.optim's foreach", "the formula by hand"]
+"""
+    on_such_a_torch(program)
+
+
+def test_what_only_linux_has_is_needed_by_launches_alone():
+    """As on macOS, of which Python says what it lacks."""
+    program = """
+@todist.auto_init_rpc()
+def main():
+    w = torch.ones(3, requires_grad=True)
+    (loss,) = todist.remote_sync_call(lambda: (4 * w).sum(), partitioner=0)
+    loss.backward()
+    return transport(), w.grad.tolist()
+
+assert main() == ("ZMQTransport", [4.0, 4.0, 4.0])
+with pytest.raises(OSError, match="launching workers needs Linux"):
+    todist.launch(main)
+"""
+    hidden = """
+import os, select, selectors, signal, socket
+for module, names in (
+    (signal, ("SIGRTMIN", "SIGRTMAX", "sigtimedwait")),
+    (os, ("memfd_create", "pidfd_open", "pipe2", "sched_getaffinity", "sched_setaffinity")),
+    (select, ("epoll",)),
+    (selectors, ("EpollSelector",)),
+    (socket, ("SO_PEERCRED",)),
+):
+    for name in names:
+        delattr(module, name)
+selectors.DefaultSelector = selectors.PollSelector
+"""
+    on_such_a_torch(program, hidden)
