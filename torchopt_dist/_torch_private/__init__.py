@@ -84,7 +84,7 @@ from torchopt_dist._torch_private.rpc import (
     tensorpipe_options_with_sockets,
     time_out_of,
 )
-from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run
+from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run, when_run_fails
 from torchopt_dist._torch_private.transforms import (
     batch_of,
     batched,
@@ -175,5 +175,6 @@ __all__ = [
     "transforms_are_only",
     "vmap_randomness",
     "vmaps",
+    "when_run_fails",
     "without_modes",
 ]
