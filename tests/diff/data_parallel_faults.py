@@ -271,6 +271,71 @@ def alone_in_something() -> dict[str, Any]:
     return found
 
 
+class _FailsTwice(torch.autograd.Function):
+    """The identity, whose second derivative raises an error on rank 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The identity."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, bar: Tensor) -> Any:
+        """Its transpose."""
+        return _Fails.apply(bar)
+
+
+class _Fails(torch.autograd.Function):
+    """The identity, whose derivative raises an error on rank 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The identity."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, bar: Tensor) -> Tensor:
+        """Its transpose, on rank 0."""
+        if dist.get_rank() == 1:
+            raise KeyError("a node of the caller's")
+        return bar
+
+
+def tells_of(where: str, adjoint: Any, shard: Any) -> str:
+    """What a rank raises if rank 1 fails alone in the loss, or in a node of a backward pass; rank 1 lives on."""
+    calls = [0]
+    twice: Any = _FailsTwice.apply
+    x = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True)
+
+    def loss(w: Tensor) -> Tensor:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] == {"loss": 2, "again": 5}.get(where, 0):
+            raise KeyError("in the loss")
+        return ((twice(w) if where == "node" else w) - x).square().sum()
+
+    answer = "no error"
+    try:
+        made = steps_of(loss, x, adjoint=adjoint, parallel=todist.DataParallel(shard=shard))
+        torch.autograd.grad(made.params.sum(), x)
+    except (KeyError, todist.errors.CollectiveError) as error:
+        answer = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return answer
+
+
+def scattered_sums() -> list[list[float]]:
+    """Sums of rows, of which each rank has its own, of one tensor and of a list."""
+    rank = dist.get_rank()
+    group = todist.DataParallel().ranks._group
+    assert group is not None
+    one, other = torch.zeros(2), torch.zeros(1 + rank)
+    group.run("_reduce_scatter_base", one, torch.arange(4.0) + rank).wait()
+    work = group.run("reduce_scatter", [other], [[torch.full((1,), 1.0 + rank), torch.full((2,), 10.0)]])
+    while not work.is_completed():
+        pass
+    return [one.tolist(), other.tolist()]
+
+
 def never_comes(to: str) -> str:
     """Rank 1 does not come to a loop, or to its backward pass; rank 0 is told so, and both go on together."""
     os.environ["TODIST_LIVENESS"] = "interval=0.2,patience=60"
