@@ -58,6 +58,7 @@ from torchopt_dist._torch_private.interpreter import (
     profiler_is_on,
 )
 from torchopt_dist._torch_private.modules import (
+    COMPILED_CALL,
     attributes_for_forward,
     attributes_of,
     buffers_of,
@@ -101,6 +102,7 @@ from torchopt_dist._torch_private.transforms import (
 )
 
 __all__ = [
+    "COMPILED_CALL",
     "advance_sequence_numbers",
     "apply_function",
     "asking_thread",

@@ -47,7 +47,7 @@ class Signs:
         self._waits_since: float | None = None
 
     def watch(self, on_loss: Callable[[], None]) -> None:
-        """Give signs and look at those of the others, in a thread; call a function when a rank is lost or has failed."""
+        """Give signs and look at those of the others, in a thread; call a function if a rank is lost or fails."""
         if self._others:
             self._thread = threading.Thread(
                 target=self._watch, args=(on_loss,), name="todist signs of life", daemon=True
