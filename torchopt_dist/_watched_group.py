@@ -148,7 +148,7 @@ class WatchedGroup(dist.ProcessGroup):
         self.works.append(work)
         return _Watched(work, self, finish)
 
-    def _scattered_sums(self, gloo: dist.ProcessGroupGloo, own: Any, all_rows: Any, opts: Any = None) -> Any:
+    def _scattered_sums(self, gloo: Any, own: Any, all_rows: Any, opts: Any = None) -> Any:
         """A reduce-scatter, as an all-reduce of which each member takes its rows."""
         if torch.is_tensor(own):
             rows = all_rows.reshape(-1).chunk(self.size())

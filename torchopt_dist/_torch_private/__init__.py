@@ -58,11 +58,11 @@ from torchopt_dist._torch_private.interpreter import (
     profiler_is_on,
 )
 from torchopt_dist._torch_private.modules import (
-    COMPILED_CALL,
     attributes_for_forward,
     attributes_of,
     buffers_of,
     children_of,
+    drop_compiled_call,
     has_forward_hook,
     note_attributes,
     parameters_of,
@@ -102,7 +102,6 @@ from torchopt_dist._torch_private.transforms import (
 )
 
 __all__ = [
-    "COMPILED_CALL",
     "advance_sequence_numbers",
     "apply_function",
     "asking_thread",
@@ -114,6 +113,7 @@ __all__ = [
     "buffers_of",
     "bytes_of_results",
     "children_of",
+    "drop_compiled_call",
     "ends_gradients_graph",
     "engine_captures_leaf",
     "engine_keeps_graph",

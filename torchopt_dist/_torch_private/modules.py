@@ -48,10 +48,14 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
         raise _missing(module, "_modules") from None
 
 
-COMPILED_CALL = "_compiled_call_impl"
-"""What ``module.compile()`` sets: it calls this module, and torch does not pickle it.
+def drop_compiled_call(attributes: dict[str, Any]) -> None:
+    """Drop what ``module.compile()`` has set from a copy of a module's attributes: it calls that module.
 
-If the attribute has another name, a copy of such a module computes with the parameters of the original."""
+    Without the name a copy of such a module computes with the parameters of the original.
+    """
+    attributes.pop("_compiled_call_impl", None)
+
+
 _REGISTERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_ALL = frozenset(vars(nn.Module())) - {"training", *_REGISTERS}
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from torchopt_dist._formulas.embedding import let_padding_rest
 from torchopt_dist._torch_private import (
-    COMPILED_CALL,
     buffers_of,
     children_of,
+    drop_compiled_call,
     parameters_of,
     transforms_are_active,
 )
@@ -133,7 +133,7 @@ class ModuleCopy:
                 self.is_plain &= isinstance(value, Tensor)
                 self._take_tensors_of(value)
                 own[name] = copy.deepcopy(value, memo)
-        own.pop(COMPILED_CALL, None)
+        drop_compiled_call(own)
         if cls.__setstate__ is nn.Module.__setstate__:
             vars(made).update(own)  # it adds nothing to what a complete module has
         else:
