@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.diff.data_parallel_cases import steps_of
 from torchopt_dist import pytree
+from torchopt_dist._watched_group import TookTooLongError
 
 
 def _of_ones(module: nn.Module) -> None:
@@ -323,17 +324,26 @@ def tells_of(where: str, adjoint: Any, shard: Any) -> str:
     return answer
 
 
-def scattered_sums() -> list[list[float]]:
-    """Sums of rows, of which each rank has its own, of one tensor and of a list."""
-    rank = dist.get_rank()
-    group = todist.DataParallel().ranks._group
+def scattered_sums() -> list[Any]:
+    """Sums of rows, of which each rank has its own, of one tensor and of a list; and a wait for a rank that is late."""
+    rank, ranks, late = dist.get_rank(), todist.DataParallel().ranks, ""
+    group, signs = ranks._group, ranks._signs
     assert group is not None
+    assert signs is not None
     one, other = torch.zeros(2), torch.zeros(1 + rank)
     group.run("_reduce_scatter_base", one, torch.arange(4.0) + rank).wait()
     work = group.run("reduce_scatter", [other], [[torch.full((1,), 1.0 + rank), torch.full((2,), 10.0)]])
     while not work.is_completed():
         pass
-    return [one.tolist(), other.tolist()]
+    if rank == 0:
+        work = group.run("_reduce_scatter_base", torch.zeros(2), torch.ones(4))
+        try:
+            work.wait(timedelta(seconds=0.1))
+        except TookTooLongError as error:
+            late = str(error)
+    dist.barrier()
+    ranks._close(None, group, signs)
+    return [one.tolist(), other.tolist(), late]
 
 
 def never_comes(to: str) -> str:

@@ -521,13 +521,6 @@ def _nothing(outputs: Sequence[Tensor], inputs: Sequence[Tensor], buffers: Seque
     """Ignore the graph."""
 
 
-def _are_inputs_and_targets(batches: Any) -> bool:
-    """Whether two batches may be meant as the two tensors of one."""
-    if not isinstance(batches, (tuple, list)) or len(batches) != 2:
-        return False
-    return all(isinstance(one, Tensor) and one.ndim for one in batches) and len(batches[0]) == len(batches[1])
-
-
 def _check_signature(loss: Any, *batch: Any) -> None:
     """Raise ``TypeError`` for a loss that cannot be called with parameters and what else there is."""
     try:
@@ -545,3 +538,10 @@ def _check_signature(loss: Any, *batch: Any) -> None:
             "of a batch needs a batch for each step, `inner_loop(loss, optimizer, params, [batch] * steps)`"
         )
         raise TypeError(f"{rule}: {error}") from None
+
+
+def _are_inputs_and_targets(batches: Any) -> bool:
+    """Whether two batches may be meant as the two tensors of one."""
+    if not isinstance(batches, (tuple, list)) or len(batches) != 2:
+        return False
+    return all(isinstance(one, Tensor) and one.ndim for one in batches) and len(batches[0]) == len(batches[1])
