@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
@@ -36,6 +37,40 @@ def no_data(net: torch.nn.Module) -> torch.Tensor:
 
 def no_length() -> torch.Tensor:
     raise TypeError("no length")
+
+
+def pairs(net: torch.nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    found: torch.Tensor = (net(x) - y).square().mean()
+    return found
+
+
+def outer_gradient(model: torch.nn.Module) -> None:
+    todist.inner_loop(squares, todist.sgd(lr=0.1), model, [torch.ones(1, 2)]).params(
+        torch.ones(2)
+    ).sum().backward()
+
+
+def step_of(model: torch.nn.Module) -> torch.Tensor:
+    todist.MetaSGD(model, lr=0.1).step(lambda: no_data(model))
+    return no_data(model)
+
+
+def compiled() -> torch.nn.Module:
+    made: Any = torch.compile(torch.nn.Linear(2, 1), backend="aot_eager")
+    return made
+
+
+def by_torchscript(make: Callable[..., Any]) -> torch.nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # it is deprecated
+        made: torch.nn.Module = make(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+    return made
+
+
+COMPILED = (
+    "what `torch.compile` has compiled has no second derivative: give the module or function as it is, and "
+    "`compile=True` to todist.inner_loop"
+)
 
 
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
@@ -271,11 +306,25 @@ OTHERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "the parameters as they are now (was it computed before the last step? by another module? under torch.no_grad?",
     ),
+    (
+        lambda: outer_gradient(by_torchscript(torch.jit.script)),
+        TypeError,
+        "`params` must not have parameters in TorchScript, got RecursiveScriptModule",
+    ),
+    (lambda: outer_gradient(compiled()), RuntimeError, COMPILED),
+    (lambda: outer_gradient(torch.nn.Sequential(compiled())), RuntimeError, COMPILED),
+    (lambda: step_of(todist.module_clone(compiled())).backward(), RuntimeError, COMPILED),
+    (
+        lambda: step_of(by_torchscript(partial(torch.jit.trace, example_inputs=torch.ones(2)))),
+        RuntimeError,
+        "does not show its parameters, which are TorchScript's: give the module that was scripted or traced",
+    ),
     (lambda: todist.PES, AttributeError, "no attribute 'PES': did you mean `PersistentEvolutionStrategies`?"),
     (lambda: todist.Checkpoint, AttributeError, "no attribute 'Checkpoint': did you mean `Checkpointer`?"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's look at it
 @pytest.mark.parametrize(("mistake", "kind", "text"), OTHERS)
 def test_errors_of_other_kinds_say_it_too(
     mistake: Callable[[], Any], kind: type[Exception], text: str
@@ -590,3 +639,45 @@ def test_a_loop_that_begins_at_the_minimum_is_not_accused() -> None:
         adjoint=todist.Implicit(),
     )
     assert torch.autograd.grad(adapted.params.sum(), scale)[0].item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "batches", [(torch.ones(4, 2), torch.ones(4, 1)), [torch.ones(4, 2), torch.ones(4, 1)]]
+)
+def test_inputs_and_targets_that_are_taken_for_two_batches(batches: Any) -> None:
+    with pytest.raises(ValueError, match="too many values to unpack") as caught:
+        todist.inner_loop(pairs, todist.sgd(lr=0.1), NET, batches)
+    assert "the batches of two steps" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="not enough values") as caught:
+        todist.inner_loop(pairs, todist.sgd(lr=0.1), NET, torch.ones(3, 1))
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_implicit_where_the_loss_has_no_minimum_names_the_weight_decay() -> None:
+    x = torch.ones((), requires_grad=True)
+    adapted = todist.inner_loop(
+        lambda w: (x * w).cos().sum() - 3,
+        todist.sgd(lr=0.1),
+        torch.zeros(2).requires_grad_(),
+        1,
+        meta=x,
+        adjoint=todist.Implicit(),
+    )  # at a maximum
+    with pytest.raises(torch.linalg.LinAlgError, match="write a weight decay into the loss") as caught:
+        adapted.params.sum().backward()
+    assert "maxiter" not in str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_that_was_compiled_in_place_is_copied_without_its_program(inside: bool) -> None:
+    """``model.compile()`` sets what calls the original."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(2, 1)
+    model = torch.nn.Sequential(plain) if inside else plain
+    wanted = step_of(todist.module_clone(model))
+    (of_plain,) = torch.autograd.grad(wanted, plain.weight)
+    plain.compile(backend="eager")
+    result = todist.inner_loop(squares, todist.sgd(lr=0.1), model, [torch.ones(2)]).params
+    for found in (step_of(todist.module_clone(model)), no_data(result)):
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(torch.autograd.grad(found, plain.weight)[0], of_plain)

@@ -52,6 +52,8 @@ _RENAMED = (
     ("all_to_all_single", "alltoall_base"),
 )
 """The names of newer versions of torch for some of a group's; a backend has the older ones."""
+_SCATTERED_SUMS = ("reduce_scatter", "_reduce_scatter_base")
+"""Gloo's have an all-reduce inside, for which they wait however short the wait is to be, and are never completed."""
 
 
 class TookTooLongError(RuntimeError):
@@ -136,11 +138,29 @@ class WatchedGroup(dist.ProcessGroup):
         device = next((tensor.device.type for tensor in _tensors(args)), "cpu")
         backends = self._backends
         backend = backends.get(device) or backends["cpu"]
-        work = getattr(backend, name)(*args, **kwargs)
         if not isinstance(backend, dist.ProcessGroupGloo):
-            return work
+            return getattr(backend, name)(*args, **kwargs)
+        if name in _SCATTERED_SUMS:
+            return self._scattered_sums(backend, *args, **kwargs)
+        return self._watched(getattr(backend, name)(*args, **kwargs))
+
+    def _watched(self, work: Any, finish: Callable[[], object] | None = None) -> _Watched:
         self.works.append(work)
-        return _Watched(work, self)
+        return _Watched(work, self, finish)
+
+    def _scattered_sums(self, gloo: Any, own: Any, all_rows: Any, opts: Any = None) -> Any:
+        """A reduce-scatter, as an all-reduce of which each member takes its rows."""
+        if torch.is_tensor(own):
+            rows = all_rows.reshape(-1).chunk(self.size())
+        else:
+            (own,), (rows,) = own, all_rows
+        flat = torch.cat([row.reshape(-1) for row in rows])
+        begin = sum(row.numel() for row in rows[: self.rank()])
+        options = dist.AllreduceOptions()
+        if opts is not None:
+            options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
+        work = gloo.allreduce([flat], options)
+        return self._watched(work, lambda: own.copy_(flat[begin : begin + own.numel()].view_as(own)))
 
     def check(self) -> None:
         """Raise an error if a member is lost or has failed."""
@@ -162,10 +182,11 @@ for _name, _method in (*((_name, _name) for _name in _COLLECTIVES), *_RENAMED):
 class _Watched(dist.Work):
     """A collective under way, whose wait ends when a member is lost."""
 
-    def __init__(self, work: Any, group: WatchedGroup) -> None:
+    def __init__(self, work: Any, group: WatchedGroup, finish: Callable[[], object] | None) -> None:
         super().__init__()
         self._work = work
         self._group = group
+        self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See torch."""
@@ -183,11 +204,18 @@ class _Watched(dist.Work):
         is_done = bool(self._work.wait(limit))
         works = self._group.works
         works[:] = [work for work in works if work is not self._work and not work.is_completed()]
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return is_done
 
     def is_completed(self) -> bool:
         """See torch."""
-        return bool(self._work.is_completed())
+        is_completed = bool(self._work.is_completed())
+        if is_completed and self._finish is not None:
+            with suppress(RuntimeError):  # which the next wait raises
+                self._waited(LOOK)
+        return is_completed
 
 
 def watched_group(

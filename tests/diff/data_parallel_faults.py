@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.diff.data_parallel_cases import steps_of
 from torchopt_dist import pytree
+from torchopt_dist._watched_group import TookTooLongError
 
 
 def _of_ones(module: nn.Module) -> None:
@@ -269,6 +270,80 @@ def alone_in_something() -> dict[str, Any]:
     made = steps_of(lambda w: ((w - x) ** 2).sum(), x, parallel=parallel)
     found["after"] = torch.autograd.grad(made.params.sum(), x)[0].tolist()
     return found
+
+
+class _FailsTwice(torch.autograd.Function):
+    """The identity, whose second derivative raises an error on rank 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The identity."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, bar: Tensor) -> Any:
+        """Its transpose."""
+        return _Fails.apply(bar)
+
+
+class _Fails(torch.autograd.Function):
+    """The identity, whose derivative raises an error on rank 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The identity."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, bar: Tensor) -> Tensor:
+        """Its transpose, on rank 0."""
+        if dist.get_rank() == 1:
+            raise KeyError("a node of the caller's")
+        return bar
+
+
+def tells_of(where: str, adjoint: Any, shard: Any) -> str:
+    """What a rank raises if rank 1 fails alone in the loss, or in a node of a backward pass; rank 1 lives on."""
+    calls = [0]
+    twice: Any = _FailsTwice.apply
+    x = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True)
+
+    def loss(w: Tensor) -> Tensor:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] == {"loss": 2, "again": 5}.get(where, 0):
+            raise KeyError("in the loss")
+        return ((twice(w) if where == "node" else w) - x).square().sum()
+
+    answer = "no error"
+    try:
+        made = steps_of(loss, x, adjoint=adjoint, parallel=todist.DataParallel(shard=shard))
+        torch.autograd.grad(made.params.sum(), x)
+    except (KeyError, todist.errors.CollectiveError) as error:
+        answer = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return answer
+
+
+def scattered_sums() -> list[Any]:
+    """Sums of rows, of which each rank has its own, of one tensor and of a list; and a wait for a rank that is late."""
+    rank, ranks, late = dist.get_rank(), todist.DataParallel().ranks, ""
+    group, signs = ranks._group, ranks._signs
+    assert group is not None
+    assert signs is not None
+    one, other = torch.zeros(2), torch.zeros(1 + rank)
+    group.run("_reduce_scatter_base", one, torch.arange(4.0) + rank).wait()
+    work = group.run("reduce_scatter", [other], [[torch.full((1,), 1.0 + rank), torch.full((2,), 10.0)]])
+    while not work.is_completed():
+        pass
+    if rank == 0:
+        work = group.run("_reduce_scatter_base", torch.zeros(2), torch.ones(4))
+        try:
+            work.wait(timedelta(seconds=0.1))
+        except TookTooLongError as error:
+            late = str(error)
+    dist.barrier()
+    ranks._close(None, group, signs)
+    return [one.tolist(), other.tolist(), late]
 
 
 def never_comes(to: str) -> str:

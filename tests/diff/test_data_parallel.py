@@ -116,6 +116,33 @@ def test_what_one_rank_does_alone() -> None:
     assert other["error"] == "KeyError: 'in the backward pass'"
 
 
+@pytest.mark.parametrize(
+    ("where", "adjoint", "shard"),
+    [
+        ("loss", todist.Recorded(), "state"),  # where the others wait for the sums of their parts
+        ("again", todist.Implicit(not_converged="ignore"), None),
+        ("node", todist.Implicit(not_converged="ignore"), None),
+        ("node", todist.Recorded(), None),
+        ("node", todist.Recorded(), "state"),
+        ("node", todist.Truncated(2), None),
+    ],
+)
+def test_a_rank_that_fails_alone_is_told_of_at_once(where: str, adjoint: Any, shard: Any) -> None:
+    begun = time.monotonic()
+    made = todist.launch(faults.tells_of, (where, adjoint, shard), nproc_per_host=2, backend="gloo")
+    told = "an error in its backward pass" if where == "node" else "KeyError: 'in the loss'"
+    assert f"rank 1 raised {told}" in made.rank(0)
+    assert made.rank(1).startswith("KeyError: ")
+    assert time.monotonic() - begun < 60
+
+
+def test_sums_of_rows_are_each_ranks_own_and_waits_for_them_end() -> None:
+    made = todist.launch(faults.scattered_sums, nproc_per_host=2, backend="gloo")
+    assert made.rank(0)[:2] == [[1.0, 3.0], [3.0]]
+    assert made.rank(1)[:2] == [[5.0, 7.0], [20.0, 20.0]]
+    assert made.rank(0)[2].startswith("a collective has taken 0:00:00.1")
+
+
 def test_meshes_groups_optimizers_and_autocast() -> None:
     made = todist.launch(cases.groups_and_optimizers, nproc_per_host=4, backend="gloo")
     for rank in range(4):

@@ -137,6 +137,20 @@ def test_an_error_is_left_for_the_others() -> None:
     assert other.errors() == ["rank 0 raised KeyError: 'no such example'"]
 
 
+def test_an_error_is_told_to_who_waits_though_connections_stay_open() -> None:
+    store, aborted = dist.HashStore(), threading.Event()
+    patient = todist.Liveness(interval=0.02, patience=60)
+    one, other = (Signs(store, rank, 2, patient) for rank in range(2))
+    other.watch(aborted.set)
+    one.note_error("KeyError: 'no such example'")
+    try:
+        assert waited_for(aborted.is_set)
+        with pytest.raises(RuntimeError, match="rank 0 raised KeyError: 'no such example'"):
+            other.check()
+    finally:
+        other.end()
+
+
 PROGRAM = """
 import torch
 import torchopt_dist as todist

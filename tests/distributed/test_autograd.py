@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -9,6 +11,7 @@ from torch.distributed import rpc
 
 import torchopt_dist as todist
 from tests.distributed.programs import Net, data, gradients, kept_on, mlp, mse
+from torchopt_dist.distributed.calls import nodes
 
 spread = todist.parallelize(todist.batch_partitioner, todist.mean_reducer)(mse)
 
@@ -138,6 +141,51 @@ def test_a_result_cannot_be_differentiated_with_respect_to_another(world):
         torch.testing.assert_close(factor, torch.sin(x).detach() ** 2)  # of the product alone
 
     for worker in (0, 1):  # the own share is no other than the rest
+        world(2).on_zero(body, worker)
+
+
+class NoSuchSlopeError(Exception):
+    """An error of the caller's, with more arguments than its text."""
+
+    def __init__(self, text, at):
+        super().__init__(text, at)
+        self.at = at
+
+
+class SlopeFails(torch.autograd.Function):
+    """The identity, without derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        """The identity."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, bar):
+        """Raise an error."""
+        raise NoSuchSlopeError("no slope here", at=int(bar[0]))
+
+
+def flat(x):
+    return SlopeFails.apply(x).sum()
+
+
+def test_an_error_of_a_workers_backward_keeps_its_class(world):
+    def body(worker):
+        w = torch.ones(3, requires_grad=True)
+        with todist.autograd.context() as context_id:
+            for call in (todist.autograd.backward, partial(todist.autograd.grad, inputs=w)):
+                with pytest.raises(NoSuchSlopeError, match="no slope here") as caught:
+                    call(context_id, todist.remote_call(flat, worker, w))
+                assert caught.value.at == 1
+            loss = far(w, 2.0)
+            todist.autograd.grad(context_id, loss, w)
+            with pytest.raises(RuntimeError, match="graph of a remote call a second time"):
+                todist.autograd.grad(context_id, loss, w)
+            assert torch.equal(todist.autograd.grad(context_id, far(w, 3.0), w)[0], torch.full((3,), 3.0))
+        assert not nodes._errors
+
+    for worker in (0, 1):
         world(2).on_zero(body, worker)
 
 

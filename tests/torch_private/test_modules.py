@@ -41,6 +41,17 @@ def test_a_module_is_given_other_parameters_unless_its_dictionary_is_missing() -
     assert "_parameters" not in vars(module)
 
 
+def test_what_calls_a_compiled_module_is_dropped_and_nothing_else() -> None:
+    module = nn.Linear(2, 1)
+    before = set(vars(module))
+    module.compile(backend="eager")
+    attributes = dict(vars(module))
+    assert set(attributes) > before
+    for _ in range(2):
+        private.drop_compiled_call(attributes)
+        assert set(attributes) == before
+
+
 def test_what_means_something_for_a_forward_is_found_by_its_name_unless_that_is_hidden() -> None:
     module = nn.BatchNorm1d(2)
     names, registers = private.attributes_for_forward(module)

@@ -150,3 +150,22 @@ def test_an_object_that_another_thread_frees_is_none_of_its_own_runs(monkeypatch
             other.join()
         assert not held
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_a_function_is_called_where_a_run_fails(monkeypatch: pytest.MonkeyPatch, hide: bool) -> None:
+    if hide:
+        _hide(monkeypatch)
+    told: list[str] = []
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    leaf = torch.ones((), requires_grad=True)
+    _Asks.apply(leaf, lambda: private.when_run_fails(lambda: told.append("early"))).backward()
+    private.when_run_fails(lambda: told.append("outside"))
+    assert told == []
+    loss = _Asks.apply(_Asks.apply(leaf, fail), lambda: private.when_run_fails(lambda: told.append("late")))
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    assert told == ([] if hide else ["late"])

@@ -62,6 +62,7 @@ from torchopt_dist._torch_private.modules import (
     attributes_of,
     buffers_of,
     children_of,
+    drop_compiled_call,
     has_forward_hook,
     note_attributes,
     parameters_of,
@@ -85,7 +86,7 @@ from torchopt_dist._torch_private.rpc import (
     tensorpipe_options_with_sockets,
     time_out_of,
 )
-from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run
+from torchopt_dist._torch_private.runs import forget_failed_runs, held_by_run, when_run_fails
 from torchopt_dist._torch_private.transforms import (
     batch_of,
     batched,
@@ -113,6 +114,7 @@ __all__ = [
     "buffers_of",
     "bytes_of_results",
     "children_of",
+    "drop_compiled_call",
     "ends_gradients_graph",
     "engine_captures_leaf",
     "engine_keeps_graph",
@@ -177,5 +179,6 @@ __all__ = [
     "transforms_are_only",
     "vmap_randomness",
     "vmaps",
+    "when_run_fails",
     "without_modes",
 ]

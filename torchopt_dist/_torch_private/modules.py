@@ -48,6 +48,14 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
         raise _missing(module, "_modules") from None
 
 
+def drop_compiled_call(attributes: dict[str, Any]) -> None:
+    """Drop what ``module.compile()`` has set from a copy of a module's attributes: it calls that module.
+
+    Without the name a copy of such a module computes with the parameters of the original.
+    """
+    attributes.pop("_compiled_call_impl", None)
+
+
 _REGISTERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_ALL = frozenset(vars(nn.Module())) - {"training", *_REGISTERS}
 
@@ -97,6 +105,11 @@ def has_forward_hook(module: nn.Module, hook: Any) -> bool:
 
 
 def _missing(module: nn.Module, name: str) -> RuntimeError:
+    if isinstance(module, torch.jit.ScriptModule):
+        return RuntimeError(
+            f"a {type(module).__name__} does not show its parameters, which are TorchScript's: give the module that "
+            "was scripted or traced, or `todist.module_clone` of this one"
+        )
     return RuntimeError(
         f"torchopt_dist needs the attribute `{name}` of torch.nn.Module, which a {type(module).__name__} does not "
         f"have in torch {torch.__version__}: use another version of torch"

@@ -1,4 +1,7 @@
-"""A run of torch's autograd engine → an object that it holds until it ends; one that has failed → what it has left."""
+"""A run of torch's autograd engine → an object that it holds until it ends; one that has failed → what it has left.
+
+Torch calls a run's callbacks where it ends well, and only frees them where it fails.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,34 @@ def held_by_run(make: Callable[[], T]) -> Callable[[], T | None]:
 def _take(held: weakref.ref[_Held[T]]) -> T | None:
     found = held()
     return None if found is None else found.take()
+
+
+class _Told:
+    """Is called by a run of the engine at its end; by one that fails it is freed only, and calls a function."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function: Callable[[], object] | None = function
+
+    def __call__(self) -> None:
+        self._function = None
+
+    def __del__(self) -> None:
+        if self._function is not None:
+            self._function()
+
+
+def when_run_fails(function: Callable[[], object]) -> None:
+    """Let a function be called if the backward that runs in this thread fails, wherever it does.
+
+    Without the name it is not called: other ranks then wait for this one, as for one that is late.
+    """
+    call_at_end = find("autograd.Variable._execution_engine.queue_callback")
+    told = _Told(function)
+    if call_at_end is not None:
+        with suppress(RuntimeError):  # there is no backward: somebody has called a node
+            call_at_end(told)
+            return
+    told()
 
 
 def forget_failed_runs() -> None:

@@ -58,6 +58,10 @@ _LACKING = {
         "F.embedding_bag has no second derivative for `per_sample_weights`: write "
         "`(F.embedding(input, weight) * per_sample_weights.unsqueeze(-1)).sum(-2)`"
     ),
+    "CompiledFunctionBackward": (
+        "what `torch.compile` has compiled has no second derivative: give the module or function as it is, and "
+        "`compile=True` to todist.inner_loop or todist.parallelize, which compile steps with their derivatives"
+    ),
     "CtcLossBackward": "F.ctc_loss has no second derivative, and no other function of torch computes it",
     "MultiMarginLossBackward": (
         "F.multi_margin_loss has no second derivative: write "
@@ -83,7 +87,9 @@ _SILENT = {
     ),
 }
 """The same, of the operation that does not raise, and whose second derivative is wrong."""
-_RAISING = frozenset(("NotImplemented", "CdistBackwardBackward0", "PdistBackwardBackward0"))
+_RAISING = frozenset(
+    ("NotImplemented", "CdistBackwardBackward0", "CompiledFunctionBackwardBackward", "PdistBackwardBackward0")
+)
 """The nodes of gradients that raise whenever a backward pass comes to them."""
 
 

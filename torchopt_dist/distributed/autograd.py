@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchopt_dist._torch_private import tensor_version
 from torchopt_dist._types import OptionalTensor, TensorOrTensors
+from torchopt_dist.distributed.calls.nodes import errors_of_nodes
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.errors import NotInitializedError
 
@@ -74,7 +75,8 @@ def backward(
         inputs: the leaf tensors whose ``.grad`` is written; ``None`` means all that the graph reaches.
 
     Raises:
-        RuntimeError: the context is gone, or a tensor has no graph.
+        RuntimeError: the context is gone, or a tensor has no graph; or an operation of this process's own raised an
+            error, of which torch keeps the text alone. That of a call is raised as it is.
         ValueError: a tensor has more than one element, or an input is no leaf.
     """
     gradients = _differentiate(autograd_ctx_id, _tensors("tensors", tensors), retain_graph)
@@ -105,7 +107,8 @@ def grad(
         A gradient for each input, of its shape.
 
     Raises:
-        RuntimeError: the context is gone, an output has no graph, or an input is unused.
+        RuntimeError: the context is gone, an output has no graph, or an input is unused; or an operation of this
+            process's own raised an error, as for :func:`backward`.
         ValueError: an output has more than one element, or an input is no leaf.
     """
     leaves = _leaves(inputs)
@@ -142,7 +145,15 @@ def _differentiate(context_id: int, roots: list[Tensor], retain_graph: bool) -> 
     with torch.no_grad():
         for leaf, gradient in there.items():
             before[leaf] = (gradient.data_ptr(), tensor_version(gradient.zero_()))
-    dist_autograd.backward(context_id, roots, retain_graph=retain_graph)
+    with errors_of_nodes(roots) as raised:
+        try:
+            dist_autograd.backward(context_id, roots, retain_graph=retain_graph)
+        except RuntimeError:
+            if raised:
+                raise raised[0] from None
+            raise
+        finally:
+            raised = []  # which refers to frames, and these to the graph
     return {
         leaf: gradient.clone()
         for leaf, gradient in get_gradients(context_id).items()

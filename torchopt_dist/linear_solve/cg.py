@@ -93,7 +93,8 @@ class ConjugateGradient(Solver):
             if bool(broken.any()):
                 failure = (
                     "conjugate gradients need a symmetric positive definite matrix, and met a direction p with "
-                    f"pᵀ A p = {float(curvature[broken].min()):.3g}"
+                    f"pᵀ A p = {float(curvature[broken].min()):.3g} (that of a loss's second derivatives is none "
+                    "where the loss has no minimum: take more steps, and write a weight decay into the loss)"
                 )
                 break
             alpha = torch.where(active, rz / curvature, 0)

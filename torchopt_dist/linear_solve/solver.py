@@ -230,13 +230,16 @@ class Solver(ABC):
         among = (
             "" if converged.dim() == 0 else f" in {int((~converged).sum())} of {converged.numel()} systems"
         )
-        says = (
+        stopped = (
             f"{name} stopped{among} after {int(found.iterations.max())} iterations with a residual of "
-            f"{worst:.2g} of ‖b‖; the limits are rtol={self.rtol:g}, atol={self.atol:g}, maxiter={system.maxiter}: "
-            "raise one of them, or give a preconditioner `M`, where the solver takes one, or a `ridge`"
+            f"{worst:.2g} of ‖b‖"
         )
         if found.failure:
-            raise torch.linalg.LinAlgError(f"{found.failure}: {says}")
+            raise torch.linalg.LinAlgError(f"{found.failure}: {stopped}; give another solver, or a `ridge`")
+        says = (
+            f"{stopped}; the limits are rtol={self.rtol:g}, atol={self.atol:g}, maxiter={system.maxiter}: "
+            "raise one of them, or give a preconditioner `M`, where the solver takes one, or a `ridge`"
+        )
         if not worst < 1:
             raise torch.linalg.LinAlgError(f"{name} diverged, its result is worse than zeros: {says}")
         report(says, self.not_converged)

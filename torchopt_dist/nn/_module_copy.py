@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._formulas.embedding import let_padding_rest
-from torchopt_dist._torch_private import buffers_of, children_of, parameters_of, transforms_are_active
+from torchopt_dist._torch_private import (
+    buffers_of,
+    children_of,
+    drop_compiled_call,
+    parameters_of,
+    transforms_are_active,
+)
 from torchopt_dist._types import TensorContainer
 from torchopt_dist.nn._held_tensors import held_tensors
 from torchopt_dist.nn._tensor_dicts import parts_of
@@ -127,6 +133,7 @@ class ModuleCopy:
                 self.is_plain &= isinstance(value, Tensor)
                 self._take_tensors_of(value)
                 own[name] = copy.deepcopy(value, memo)
+        drop_compiled_call(own)
         if cls.__setstate__ is nn.Module.__setstate__:
             vars(made).update(own)  # it adds nothing to what a complete module has
         else:

@@ -437,6 +437,14 @@ class Loop:
         except TypeError:
             _check_signature(self.loss, *batch)
             raise
+        except (ValueError, RuntimeError) as error:
+            if _are_inputs_and_targets(self.batches):
+                error.add_note(
+                    "`batches` must have one batch for each step, and has two tensors with the same number of rows, "
+                    "which are the batches of two steps: if they are the inputs and targets of one batch, write "
+                    "`[(x, y)] * steps`"
+                )
+            raise
 
     def batch(self, number: int) -> Any:
         """The batch of a step.
@@ -527,3 +535,10 @@ def _check_signature(loss: Any, *batch: Any) -> None:
             "of a batch needs a batch for each step, `inner_loop(loss, optimizer, params, [batch] * steps)`"
         )
         raise TypeError(f"{rule}: {error}") from None
+
+
+def _are_inputs_and_targets(batches: Any) -> bool:
+    """Whether two batches may be meant as the two tensors of one."""
+    if not isinstance(batches, (tuple, list)) or len(batches) != 2:
+        return False
+    return all(isinstance(one, Tensor) and one.ndim for one in batches) and len(batches[0]) == len(batches[1])

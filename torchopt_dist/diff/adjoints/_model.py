@@ -7,9 +7,10 @@ caller's module stays as it is, and may be changed before the loop is run again 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
@@ -150,6 +151,7 @@ class ModuleModel(Model):
     def __init__(self, module: nn.Module) -> None:
         parts, named = parts_and_parameters(module)
         _refuse_averaging({*map(type, parts)})
+        _refuse_scripted(parts)
         if not named:
             raise ValueError(f"`params` must have parameters, got {type(module).__name__} with none")
         super().__init__(named)
@@ -277,6 +279,16 @@ def model_of(params: Params | nn.Module) -> Model:
     if not isinstance(params, nn.Module):
         return TreeModel(params)
     return ModuleModel(params)
+
+
+def _refuse_scripted(parts: Iterable[nn.Module]) -> None:
+    for part in parts:
+        if isinstance(part, torch.jit.ScriptModule) and any(p.requires_grad for p in part.parameters()):
+            raise TypeError(
+                f"`params` must not have parameters in TorchScript, got {type(part).__name__}, whose code does not "
+                "see those of a step: give the module that was scripted or traced, or freeze it by "
+                "`requires_grad_(False)`; `compile=True` makes steps faster"
+            )
 
 
 def _refuse_averaging(classes: set[type]) -> None:

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_dist._liveness import Liveness, ended_ranks
-from torchopt_dist._torch_private import outside_of_transforms, time_out_of
+from torchopt_dist._torch_private import engine_run, outside_of_transforms, time_out_of, when_run_fails
 from torchopt_dist._watched_group import PATIENCE, TookTooLongError, WatchedGroup, watched_group
 from torchopt_dist.diff.adjoints._signs import Signs, named
 from torchopt_dist.errors import CollectiveError
@@ -44,6 +45,9 @@ class RankGroup:
         self._last: Any = None
         self.is_agreed = False
         """Whether an error that is raised now is raised on all ranks."""
+        self._tells = 0
+        """In how many contexts of :meth:`failing` this rank is: they know the error."""
+        self._run = -1
         if signs is not None:
             weakref.finalize(self, signs.end)
 
@@ -96,6 +100,7 @@ class RankGroup:
     def failing(self) -> Iterator[None]:
         """A context in which an error ends the group, so that the others get an error, too, and need not wait."""
         self.is_agreed = False
+        self._tells += 1
         try:
             yield
             self._drain()
@@ -103,6 +108,23 @@ class RankGroup:
             if self._signs is not None and self._group is not None and not self.is_agreed:
                 self._close(error, self._group, self._signs)
             raise
+        finally:
+            self._tells -= 1
+
+    def in_backward(self) -> None:
+        """Note that the backward that runs in this thread sends messages: if it fails anywhere, the others are told.
+
+        The error may be that of a node of torch's or of the caller's, so that no code of this package sees it.
+        """
+        run = engine_run()
+        if self._signs is not None and not self._tells and run not in (-1, self._run):
+            self._run, self.is_agreed = run, False
+            when_run_fails(partial(_backward_failed, weakref.ref(self)))
+
+    def _backward_failed(self) -> None:
+        if self._signs is not None and self._group is not None and not self.is_agreed:
+            self._signs.note_error("an error in its backward pass, outside of what a loop runs again")
+            self._close(None, self._group, self._signs)
 
     def _done(self, collective: str, tensor: Tensor, *args: Any) -> None:
         """Make a collective, and wait until it is done, or until a rank is known to have failed."""
@@ -162,6 +184,11 @@ class RankGroup:
         group.fail()
         group.shutdown()
         self._group = self._last = None
+
+
+def _backward_failed(group: weakref.ref[RankGroup]) -> None:
+    if (found := group()) is not None:
+        found._backward_failed()
 
 
 def group_for_loops(group: Any, number: int) -> RankGroup:

@@ -195,6 +195,7 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
         if all(bar is None for bar in bars):
             return None, None, *bars
+        ctx.ranks.group.in_backward()
         ranks = replace(ctx.ranks) if ctx.ranks.asks_again else ctx.ranks
         filled = ranks.filled(bars, ctx.shapes) if ctx.are_params else bars
         found = iter(_Mean.apply(ranks, *(bar for bar in filled if bar is not None)))
@@ -222,6 +223,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
+        ctx.ranks.group.in_backward()
         return None, *_Local.apply(ctx.ranks, False, *bars)  # whose own gradient is a mean, not the identity
 
     @staticmethod

@@ -214,6 +214,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[Any, ...]:
         if all(bar is None for bar in bars):
             return None, None, None, *bars
+        ctx.ranks.group.in_backward()
         filled = ctx.ranks.filled(bars, ctx.shapes) if ctx.asks else bars
         found = iter(_Scatter.apply(ctx.ranks, *(bar for bar in filled if bar is not None)))
         return None, None, None, *(None if bar is None else next(found) for bar in filled)
@@ -246,6 +247,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *bars: Tensor) -> tuple[Any, ...]:
+        ctx.ranks.group.in_backward()
         return None, *_Gather.apply(ctx.ranks, ctx.shapes, False, *bars)
 
     @staticmethod

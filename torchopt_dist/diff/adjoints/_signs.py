@@ -37,7 +37,7 @@ class Signs:
         self.patience = max(1, round(liveness.patience / self.interval))
         self._seconds = liveness.patience
         self.lost: str | None = None
-        """What is known of a rank that is lost."""
+        """What is known of a rank that is lost, or has left an error."""
         self._store, self._rank, self._size = store, rank, size
         self._others = [other for other in range(size) if other != rank]
         self._ended = threading.Event()
@@ -47,7 +47,7 @@ class Signs:
         self._waits_since: float | None = None
 
     def watch(self, on_loss: Callable[[], None]) -> None:
-        """Give signs and look at those of the others, in a thread; call a function when a rank is lost."""
+        """Give signs and look at those of the others, in a thread; call a function if a rank is lost or fails."""
         if self._others:
             self._thread = threading.Thread(
                 target=self._watch, args=(on_loss,), name="todist signs of life", daemon=True
@@ -61,9 +61,10 @@ class Signs:
             self._thread.join(END_SECONDS)
 
     def note_error(self, text: str) -> None:
-        """Leave the text of an error of this rank for the others."""
+        """Leave the text of an error of this rank for the others, whose connections may outlive it."""
         with contextlib.suppress(Exception):  # the store has gone with the first rank
             self._store.set(f"error/{self._rank}", text)
+            self._store.set("error", "")
 
     def errors(self) -> list[str]:
         """The errors that ranks have left."""
@@ -165,6 +166,9 @@ class Signs:
             while not self._ended.wait(self.interval):
                 self._looks += 1
                 self._give()
+                if self.lost is None and self._store.check(["error"]):
+                    self.lost = "; ".join(self.errors())
+                    on_loss()
                 for rank in self._others:
                     name = f"sign/{rank}"
                     sign = self._store.get(name) if self._store.check([name]) else b""

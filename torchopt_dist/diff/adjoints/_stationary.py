@@ -68,7 +68,8 @@ class _Judge(torch.autograd.Function):
                 f"`Implicit()` gives the gradient at a minimum, and the last parameters{of_all} are far from one: the "
                 f"loss's gradient has norm {slope:.1g} there, so the way that is left is about {ratio:.1g} times that "
                 "which the steps have gone. Take more steps or a larger rate, `batches=` if each step has another "
-                "batch, or another adjoint, such as Recorded(). `Implicit(not_converged='ignore')` says nothing",
+                "batch, write a weight decay of the optimizer into the loss, or take another adjoint, such as "
+                "Recorded(). `Implicit(not_converged='ignore')` says nothing",
                 not_converged,
             )
         return residual.clone()

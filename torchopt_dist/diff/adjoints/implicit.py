@@ -143,7 +143,7 @@ class _Gradient:
             params[place] = leaf
         carry = self.last._replace(params=[params[place] for place in loop.model.first_places])
         total = [torch.zeros_like(leaf) for leaf in point]
-        with kept_generators(), self.autocast.again(), attention_by_formula():
+        with loop.failing(), kept_generators(), self.autocast.again(), attention_by_formula():
             for number in self.numbers:
                 found = loop.gradient(carry, number, record=True)
                 if not transforms_are_active():  # where there is no graph to look at

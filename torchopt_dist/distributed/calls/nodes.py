@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,15 +13,43 @@ from torch import Tensor
 from torchopt_dist._grad_accumulators import hold_grad_accumulators
 from torchopt_dist._torch_private import (
     engine_needs_node,
+    engine_run,
     held_by_run,
     set_sequence_number,
 )
 from torchopt_dist._versions import Seen
 
-__all__ = ["FIRST", "Graph", "collect", "dispatch"]
+__all__ = ["FIRST", "Graph", "collect", "dispatch", "errors_of_nodes"]
 
 FIRST = 2**62
 """Sequence number of *collect*: of the nodes that are ready, the autograd engine runs the one with the highest."""
+
+
+_errors: dict[int, list[BaseException]] = {}
+"""By the number of the engine's run, while someone asks for them."""
+
+
+@contextmanager
+def errors_of_nodes(roots: Sequence[Tensor]) -> Iterator[list[BaseException]]:
+    """A context with the errors that nodes of calls raise in a backward pass that begins with these tensors.
+
+    The engine of ``torch.distributed.autograd``, which uses a thread of its own, raises an error with the text alone.
+    """
+    found: list[BaseException] = []
+    runs: set[int] = set()
+
+    def begins(_: Tensor) -> None:
+        runs.add(engine_run())
+        _errors.update(dict.fromkeys(runs, found))
+
+    hooks = [root.register_hook(begins) for root in roots]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for run in runs:
+            _errors.pop(run, None)
 
 
 class Graph(Protocol):
@@ -70,7 +99,11 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor | None, ...]:
         finish = vars(ticket).pop("take_under_way")()
-        return None, *finish()
+        try:
+            return None, *finish()
+        except BaseException as error:
+            _note(error)
+            raise
 
 
 class _Collect(torch.autograd.Function):
@@ -87,6 +120,17 @@ class _Collect(torch.autograd.Function):
         if not any(wanted):  # the engine of torch.distributed.autograd does not say
             wanted = (True,) * len(wanted)
         ticket = torch.zeros((), dtype=torch.float64, device="cpu")
-        # Only this run of the engine holds what is under way, which so goes with a backward that fails elsewhere.
-        vars(ticket)["take_under_way"] = held_by_run(partial(ctx.graph.start_backward, output_grads, wanted))
+        try:
+            # Only this run of the engine holds what is under way, which so goes with a backward that fails elsewhere.
+            vars(ticket)["take_under_way"] = held_by_run(
+                partial(ctx.graph.start_backward, output_grads, wanted)
+            )
+        except BaseException as error:
+            _note(error)
+            raise
         return None, ticket, None
+
+
+def _note(error: BaseException) -> None:
+    if _errors and (found := _errors.get(engine_run())) is not None:
+        found.append(error)
