@@ -366,7 +366,8 @@ def test_blocks_of_tasks_at_once_are_given_tensors_that_depend_on_each_other():
     ins = [*net.parameters(), scale, rows]
     one_by_one = sum(task(each, RECORDED) for each in rows)
     at_once = torch.vmap(partial(task, adjoint=todist.Replayed(blocks=net)))(rows).sum()
-    for one, other in zip(*(torch.autograd.grad(made, ins) for made in (at_once, one_by_one)), strict=True):
+    both = [torch.autograd.grad(made, ins, retain_graph=True) for made in (at_once, one_by_one)]
+    for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other)
 
 

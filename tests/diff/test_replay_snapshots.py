@@ -175,7 +175,7 @@ def test_a_folder_without_room_and_one_that_is_emptied_are_told(tmp_path, monkey
     made = adapted()
     for file in tmp_path.iterdir():
         file.unlink()
-    with pytest.raises(FileNotFoundError, match="`store` must be left alone until the gradient .* is gone"):
+    with pytest.raises(FileNotFoundError, match=r"`store` must be left alone until the gradient .* is gone"):
         torch.autograd.grad(made.sum(), p)
 
     def full(*_: object) -> None:
