@@ -251,7 +251,7 @@ class _Replay:
     def recorded_unit(self, loop: Loop, unit: _Segment, now: Sequence[Tensor]) -> list[Tensor]:
         """The values of a unit with the graph of its steps."""
         outcome = loop.run(loop.recorded_step, self.carry(now, unit.rest), unit.first, unit.end)
-        self._compare(unit.first, outcome.losses)
+        self.compare(unit.first, *outcome.losses)
         return [*self.tensors(outcome.carry), torch.stack(outcome.losses)]
 
     def plain(self, part: _Segment, tensors: Sequence[Tensor]) -> _After:
@@ -260,7 +260,7 @@ class _Replay:
             loop = self.loop.without_stop()
             begin = loop.own(self.carry([x.detach() for x in tensors], part.rest))
             outcome = loop.run(loop.training_step, begin, part.first, part.end)
-            self._compare(part.first, outcome.losses)
+            self.compare(part.first, *outcome.losses)
             values = [*self.tensors(outcome.carry), torch.stack(outcome.losses)]
             return _After(values, self.rest(outcome.carry))
 
@@ -342,7 +342,7 @@ class _Replay:
                     f"a second call differs by {(one - other).abs().max().item():.3g}"
                 )
 
-    def _compare(self, first: int, losses: Sequence[Tensor]) -> None:
+    def compare(self, first: int, *losses: Tensor) -> None:
         """Raise unless steps that are run again have the losses that they had, but for rounding.
 
         A GPU is not waited for at each step, but when the first one has been gone through.
@@ -434,7 +434,15 @@ class _Back:
                 if (of_losses := weights[-1]) is not None:
                     weights[-1] = of_losses.reshape(loop.samples)
                 carry = replay.carry(now, unit.rest)
-                found = loop.pulled_step(carry, unit.first, replay.places, declared, weights, look)
+                found = loop.pulled_step(
+                    carry,
+                    unit.first,
+                    replay.places,
+                    declared,
+                    weights,
+                    look,
+                    partial(replay.compare, unit.first),
+                )
             else:
                 points = [leaf_like(x) for x in now]
                 values = replay.recorded_unit(loop, unit, points)

@@ -201,6 +201,7 @@ class Loop:
         declared: Sequence[Tensor],
         bars: Sequence[OptionalTensor],
         look: UpdateLookFn | None = None,
+        compare: Callable[[Tensor], None] | None = None,
     ) -> list[OptionalTensor]:
         """Gradients of a step's results → of what it starts from, and of what is declared; where grad mode is on.
 
@@ -213,6 +214,7 @@ class Loop:
             declared: what else there is a gradient for.
             bars: of the moved parameters, of the state's leaves at ``places``, and of the loss; ``None`` for zero.
             look: is shown the graph of the update.
+            compare: is shown the loss, unless a program of the compiler does it all.
 
         Returns:
             One a moved parameter, one a place, one a declared tensor; ``None`` for one that is not used.
@@ -221,6 +223,8 @@ class Loop:
         inputs += declared
         *bars_of_update, bar_of_loss = bars
         found = self.gradient(start, number, record=True)
+        if compare is not None:
+            compare(found.loss)
         grads = [x for x in found.grads if x is not None]
         leaves = list(map(leaf_like, grads))
 

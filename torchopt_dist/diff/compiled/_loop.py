@@ -117,6 +117,7 @@ class CompiledLoop(Loop):
         declared: Sequence[Tensor],
         bars: Sequence[OptionalTensor],
         look: UpdateLookFn | None = None,
+        compare: Callable[[Tensor], None] | None = None,
     ) -> list[OptionalTensor]:
         """See :meth:`Loop.pulled_step`; one program does it, and makes of the step only what that needs."""
         start, inputs = self.as_leaves(
@@ -137,7 +138,7 @@ class CompiledLoop(Loop):
 
         def otherwise() -> list[OptionalTensor]:
             del of_batch[:]
-            return super(CompiledLoop, self).pulled_step(carry, number, places, declared, bars, look)
+            return super(CompiledLoop, self).pulled_step(carry, number, places, declared, bars, look, compare)
 
         made: list[OptionalTensor] = self._run(
             self.of_pulled, number, arguments, otherwise, batch_with_history=True
