@@ -385,6 +385,8 @@ def test_a_step_that_is_not_the_same_when_it_is_run_again_is_named(snapshots, sm
         3,
         adjoint=todist.Replayed(snapshots=snapshots),
     )
-    step = "step 2 was" if snapshots is None else "step 0 was 3, and is now 12"  # the last one is gone through first
+    step = (
+        "step 2 was" if snapshots is None else "step 0 was 3, and is now 12"
+    )  # the last one is gone through first
     with pytest.raises(RuntimeError, match=f"the loss of {step}"):
         torch.autograd.grad(result.params.sum(), w)

@@ -11,7 +11,7 @@ from torch.distributed import rpc
 
 import torchopt_dist as todist
 from tests.distributed.programs import Net, data, gradients, kept_on, mlp, mse
-from torchopt_dist.distributed.calls import nodes
+from torchopt_dist.distributed.group.group import current_group
 
 spread = todist.parallelize(todist.batch_partitioner, todist.mean_reducer)(mse)
 
@@ -183,7 +183,7 @@ def test_an_error_of_a_workers_backward_keeps_its_class(world):
             with pytest.raises(RuntimeError, match="graph of a remote call a second time"):
                 todist.autograd.grad(context_id, loss, w)
             assert torch.equal(todist.autograd.grad(context_id, far(w, 3.0), w)[0], torch.full((3,), 3.0))
-        assert not nodes._errors
+        assert not current_group().errors
 
     for worker in (0, 1):
         world(2).on_zero(body, worker)

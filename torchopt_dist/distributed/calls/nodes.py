@@ -18,15 +18,12 @@ from torchopt_dist._torch_private import (
     set_sequence_number,
 )
 from torchopt_dist._versions import Seen
+from torchopt_dist.distributed.group.group import errors_of_runs
 
 __all__ = ["FIRST", "Graph", "collect", "dispatch", "errors_of_nodes"]
 
 FIRST = 2**62
 """Sequence number of *collect*: of the nodes that are ready, the autograd engine runs the one with the highest."""
-
-
-_errors: dict[int, list[BaseException]] = {}
-"""By the number of the engine's run, while someone asks for them."""
 
 
 @contextmanager
@@ -37,10 +34,11 @@ def errors_of_nodes(roots: Sequence[Tensor]) -> Iterator[list[BaseException]]:
     """
     found: list[BaseException] = []
     runs: set[int] = set()
+    errors = errors_of_runs()
 
     def begins(_: Tensor) -> None:
         runs.add(engine_run())
-        _errors.update(dict.fromkeys(runs, found))
+        errors.update(dict.fromkeys(runs, found))
 
     hooks = [root.register_hook(begins) for root in roots]
     try:
@@ -49,7 +47,7 @@ def errors_of_nodes(roots: Sequence[Tensor]) -> Iterator[list[BaseException]]:
         for hook in hooks:
             hook.remove()
         for run in runs:
-            _errors.pop(run, None)
+            errors.pop(run, None)
 
 
 class Graph(Protocol):
@@ -132,5 +130,6 @@ class _Collect(torch.autograd.Function):
 
 
 def _note(error: BaseException) -> None:
-    if _errors and (found := _errors.get(engine_run())) is not None:
+    errors = errors_of_runs()
+    if errors and (found := errors.get(engine_run())) is not None:
         found.append(error)

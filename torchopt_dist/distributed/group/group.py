@@ -31,7 +31,7 @@ from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.distributed.transport.retries import Retries
 from torchopt_dist.errors import NotInitializedError, PeerFailedError, WorkerLostError
 
-__all__ = ["Group", "answering_group", "current_group", "find_group", "incarnation_of", "set_group"]
+__all__ = ["Group", "answering_group", "current_group", "errors_of_runs", "find_group", "incarnation_of", "set_group"]
 
 
 NUMBER_BITS = 40
@@ -54,6 +54,7 @@ class Group:
         leading: is held while this worker, as a team's first, has the team compute; one request at a time.
         known_functions: those of which this worker has told callers what there is to tell, by their code.
         threads: run work that must not wait for a thread.
+        errors: those of nodes in a backward pass, by the number of the engine's run, while someone asks for them.
         bars: for calls with a progress bar, by number, a function of a worker and its number of finished tasks.
         outstanding: bounds the requests that a thread sends before it waits for replies.
         ending: whether no new calls may be made; those of other workers are still answered.
@@ -89,6 +90,7 @@ class Group:
         self.leading = threading.Lock()
         self.streams = Streams()
         self.bars: dict[int, Callable[[int, int], None]] = {}
+        self.errors: dict[int, list[BaseException]] = {}
         self.recorder = Recorder(self.rank)
         self.releaser = GraphReleaser()
         self.before_leaving: list[Callable[[float], None]] = []
@@ -211,6 +213,11 @@ def current_group() -> Group:
             "while it runs; on workers of `todist.launch`, give it `rpc=True`"
         )
     return _group
+
+
+def errors_of_runs() -> dict[int, list[BaseException]]:
+    """The group's ``errors``; none, if it has ended."""
+    return {} if _group is None else _group.errors
 
 
 def answering_group() -> Group:
