@@ -176,7 +176,8 @@ def test_a_call_without_gradients_uses_the_same_program(graphs: list[Any], vecto
 
 def has_gradients(task: Any) -> bool:
     """Whether a program of a loss and its gradient has run, of the newest variant."""
-    programs, _ = [*compiled._variants(task.__code__, True).made.values()][-1]
+    variants = compiled._variants(task.__code__, task.__qualname__, True)
+    programs, _ = [*variants.made.values()][-1]
     return bool(programs.with_gradients.has_run)
 
 

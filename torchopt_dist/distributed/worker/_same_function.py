@@ -2,11 +2,11 @@
 
 Two calls are the same if all of this is, recursively, and then the tensors are all that may differ:
 
-- a function: its code, its defaults, also those of keyword-only arguments, what it closes over, and the global names
-  that its code reads, through attributes of the user's modules, too. Of a function of an installed package the global
-  names stay out;
+- a function: its code, its defaults, also those of keyword-only arguments, its attributes, what it closes over, and
+  the global names that its code reads, through attributes of the user's modules, too; of a function of an installed
+  package not the global names;
 - a method, a partial, a function with a cache, a compiled one: what it is made of;
-- a tensor or an array of numpy: its class, dtype, shape, strides, device and requires_grad; never its values;
+- a tensor: its class, dtype, shape, strides, device and requires_grad; never its values;
 - a module, or another object: its class, and all its attributes: training modes, hooks, parts, numbers;
 - a class: itself, and what its methods and attributes are made of, if it is the user's;
 - a list, a tuple, a set or a dictionary: its entries in order; another object of Python's or of a package: its class,
@@ -50,6 +50,9 @@ _ATOMS = frozenset(
 )
 _CONTAINERS = (list, dict, OrderedDict)
 _OF_C = (BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
 class RefusedError(Exception):
@@ -175,14 +178,14 @@ class Meaning:
             self._class(thing, place)
         elif isinstance(thing, ModuleType) or _is_of_c(thing) or name_of_op(thing) is not None:
             self._note_itself(place, thing)
-        elif isinstance(thing, np.ndarray):
-            if thing.dtype.hasobject:
-                raise RefusedError(f"{place} is an array of objects: make it one of numbers, or a list")
-            self._note(place, (kind, thing.dtype.str, thing.shape, thing.strides))
         elif isinstance(thing, (set, frozenset)):
             self._note(place, (kind, len(thing)))
             self._fixed(sorted(thing, key=repr), place)
-        elif isinstance(thing, np.generic):
+        elif isinstance(thing, np.ndarray):
+            raise RefusedError(f"{place} is an array of numpy: make it a tensor, as by `torch.as_tensor`")
+        elif isinstance(
+            thing, np.generic
+        ):  # which the compiler takes for a tensor, whose dtype others then have
             raise RefusedError(f"{place} is a scalar of numpy: make it a number of Python's, as by `.item()`")
         elif type(getattr(thing, "__wrapped__", None)) is FunctionType:  # as `functools.lru_cache` makes it
             self._visit(kind, place)
@@ -199,6 +202,8 @@ class Meaning:
     def _entries(self, entries: Any, place: str, *, is_object: bool = False) -> None:
         """Note those of a list, a dictionary or an object; a function that was sent is replaced there."""
         for key, value in list(entries.items()) if isinstance(entries, dict) else enumerate(entries):
+            if is_object and key in _OF_MODULES and not value:
+                continue  # most modules have no hooks
             where = f"{place}.{key}" if is_object else f"{place}[{key!r}]"
             if isinstance(entries, dict):
                 self._fixed(key, place)
@@ -267,8 +272,8 @@ class Meaning:
                 self._new[id(names)] = {}
             home = self._homes[id(names)][1]
             made = FunctionType(code, vars(home), function.__name__, None, function.__closure__)
-            functools.update_wrapper(made, function)
-            vars(made).pop("__wrapped__")
+            made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+            vars(made).update(vars(function))
             if self._is_fixed:
                 known = [
                     name for name in mentioned.variables if name in names and not _is_library(names[name])
@@ -281,6 +286,9 @@ class Meaning:
         defaults = self._visit(function.__defaults__, place), self._visit(function.__kwdefaults__, place)
         if is_sent:
             made.__defaults__, made.__kwdefaults__ = defaults
+        is_users = is_sent or not is_installed(module.partition(".")[0])
+        if is_users:
+            self._entries(vars(made), place, is_object=True)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
@@ -290,7 +298,7 @@ class Meaning:
             new = self._visit(value, f"`{name}`")
             if new is not value:
                 cell.cell_contents = new
-        if is_sent or not is_installed(module.partition(".")[0]):
+        if is_users:
             for name in sorted(mentioned.variables & names.keys()):
                 value = names[name]
                 new = self._visit(value, f"the global `{name}`")

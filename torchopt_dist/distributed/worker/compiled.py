@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import optree
@@ -91,7 +91,7 @@ class CompiledTask:
     def __init__(self, function: Callable[..., Any], mode: CompileMode) -> None:
         self._returns_buffers = isinstance(function, Returning)
         self._function = function.func if isinstance(function, Returning) else function
-        self._variants = _variants(code_of(function), mode)
+        self._variants = _variants(code_of(function), _name(self._function), mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one task."""
@@ -258,9 +258,15 @@ class _Gradient(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
-def _variants(code: Any, mode: CompileMode) -> _Variants:
-    name = str(getattr(code, "co_qualname", None) or getattr(code, "co_name", code))
+def _variants(code: Any, name: str, mode: CompileMode) -> _Variants:
+    del code  # of which the cache has the same
     return _Variants(name, mode)
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 @lru_cache(maxsize=64)
