@@ -457,6 +457,17 @@ def test_one_variant_more_disables_none(graphs: list[Any], monkeypatch: pytest.M
     in_a_world(body)
 
 
+@pytest.mark.usefixtures("graphs")
+def test_what_was_sent_has_its_own_functions_after_the_call() -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "BY": 2.0}
+    exec("F = [lambda x: x * BY]\ndef task(x): return F[0](x)", names)
+    before = names["F"][0]
+    assert compiled.CompiledTask(names["task"], True)(torch.ones(1)) == 2
+    assert names["F"] == [before]
+    names["BY"] = 3.0
+    assert names["task"](torch.ones(1)) == compiled.CompiledTask(names["task"], True)(torch.ones(1)) == 3
+
+
 def test_calls_at_the_same_time_have_their_own_globals(graphs: list[Any]) -> None:
     task = "def task(x): return (x * T).sum()"
     compiled.CompiledTask(of_globals(task, T=torch.ones(1)), True)(torch.ones(1))

@@ -30,7 +30,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from threading import Lock
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -104,6 +104,8 @@ class Meaning:
         """What was met, so that no other thing has its identity meanwhile."""
         self._homes: dict[int, tuple[dict[str, Any], ModuleType]] = {}
         self._new: dict[int, dict[str, Any]] = {}
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []
+        """A container, a key in it, what is there, and what is there at home."""
         self._is_fixed = False
         self.things = [self._visit(thing, place) for place, thing in things]
         for hooks in hooks_of_all_modules():
@@ -112,13 +114,30 @@ class Meaning:
         self.key = tuple(self._key)
 
     def move_in(self) -> None:
-        """Give the homes the global names of this call."""
+        """Give the homes the global names of this call, and what was sent has the functions at home in it."""
+        self._replace(1)
         for sent, home in self._homes.values():
             names = vars(home)
             for name in names.keys() - sent.keys() - {"__name__", "__loader__", "__spec__", "__package__"}:
                 del names[name]
             names.update((name, value) for name, value in sent.items() if name != "__name__")
             names.update(self._new[id(sent)])
+
+    def move_out(self) -> None:
+        """Give what was sent its own functions back, which need no lock."""
+        self._replace(0)
+
+    def _replace(self, by: int) -> None:
+        for container, key, *both in self._replaced:
+            is_cell = isinstance(container, CellType)
+            try:
+                there = container.cell_contents if is_cell else container[key]
+            except (LookupError, ValueError):  # the task has taken it out
+                continue
+            if there is both[1 - by] and is_cell:
+                container.cell_contents = both[by]
+            elif there is both[1 - by]:
+                container[key] = both[by]
 
     def differs_at(self, key: tuple[Any, ...]) -> str:
         """Where this key first differs from another one."""
@@ -209,7 +228,7 @@ class Meaning:
                 self._fixed(key, place)
             made = self._visit(value, where)
             if made is not value:
-                entries[key] = made
+                self._replaced.append((entries, key, value, made))
 
     def _tuple(self, thing: Any, place: str) -> Any:
         self._note(place, (type(thing), len(thing)))
@@ -297,7 +316,7 @@ class Meaning:
                 continue
             new = self._visit(value, f"`{name}`")
             if new is not value:
-                cell.cell_contents = new
+                self._replaced.append((cell, None, value, new))
         if is_users:
             for name in sorted(mentioned.variables & names.keys()):
                 value = names[name]

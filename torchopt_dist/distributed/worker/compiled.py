@@ -119,13 +119,6 @@ class CompiledTask:
             return otherwise()  # a container that only we know
         lock = self._variants.family.lock
 
-        def released() -> Any:
-            lock.release()  # what runs as it is may wait for other workers
-            try:
-                return otherwise()
-            finally:
-                lock.acquire()
-
         with lock:
             try:
                 slots, buffers = self._buffers(leaves, mapped, rebuild)
@@ -140,12 +133,24 @@ class CompiledTask:
             except RefusedError as reason:
                 self._variants.tell(reason)
             else:
-                meaning.move_in()
                 function, _, *leaves = meaning.things
                 tensors = [buffer.tensor.detach() for buffer in buffers]
                 number = leaves[mapped[0]].shape[0] if mapped else None
                 arguments = (function, places, leaves, mapped, number, slots, tensors)
-                value, made = _run(programs, arguments, released)
+
+                def released() -> Any:
+                    meaning.move_out()
+                    lock.release()  # what runs as it is may wait for other workers
+                    try:
+                        return otherwise()
+                    finally:
+                        lock.acquire()
+
+                meaning.move_in()
+                try:
+                    value, made = _run(programs, arguments, released)
+                finally:
+                    meaning.move_out()
                 if made is None or not self._returns_buffers:
                     return value
                 changed = zip(buffers, made, strict=True)
