@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.distributed.worker.test_compiled import graphs
-from torchopt_dist.distributed.worker import compiled
+from torchopt_dist.distributed.worker import _same_function, compiled
 
 __all__ = ["graphs"]
 
@@ -328,6 +328,30 @@ def test_what_a_module_is_made_of_is_never_stale(graphs: list[Any], kind: str, w
         assert len(graphs) == made
 
     in_a_world(body)
+
+
+@pytest.mark.parametrize("kind", [*FUNCTIONS, *MODULES])
+def test_the_key_alone_tells_versions_apart(kind: str) -> None:
+    """Also where the compiler would look itself, eight times."""
+    family = _same_function.Family()
+
+    def key(version: float) -> Any:
+        net = nets.get(version) or network()
+        task = FUNCTIONS[kind](version) if kind in FUNCTIONS else loss
+        meaning = _same_function.Meaning(family, [("task", task), ("net", net)])
+        kept.append((task, meaning))
+        return meaning.key
+
+    kept: list[Any] = []
+    nets: dict[float, nn.Module] = {}
+    if kind in MODULES:
+        nets[3.0] = network()
+        MODULES[kind](nets[3.0])
+    sys.modules[MODULE.__name__] = MODULE
+    try:
+        assert key(2.0) == key(2.0) != key(3.0) == key(3.0)
+    finally:
+        del sys.modules[MODULE.__name__]
 
 
 @pytest.mark.usefixtures("graphs")
