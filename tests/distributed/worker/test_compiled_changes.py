@@ -6,6 +6,7 @@ Programs are traced, and consist of torch's own operations. Each row of the tabl
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 import types
 import warnings
@@ -452,6 +453,30 @@ def test_a_method_of_a_class_that_was_sent_has_its_own_globals() -> None:
             assert compiled.CompiledTask(names["task"], True)(torch.ones(1)) == by
         expected = ["Scaled.__call__, which was sent by value, reads the global name `BY`"] * (by == 2.0)
         assert [str(each.message).partition("since ")[2] for each in told] == expected
+
+
+COMMON = {
+    "LSTM": lambda: nn.LSTM(2, 2),
+    "attention": lambda: nn.TransformerEncoderLayer(4, 2),
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
+    "containers": lambda: nn.ModuleDict({"a": nn.ParameterList([torch.ones(1)]), "b": nn.ModuleList()}),
+}
+
+
+@pytest.mark.parametrize("kind", COMMON)
+def test_modules_of_torch_have_a_key(kind: str) -> None:
+    sent = pickle.dumps(COMMON[kind]())
+    family, both = _same_function.Family(), [pickle.loads(sent) for _ in range(2)]
+    keys = [_same_function.Meaning(family, [("net", net)]).key for net in both]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_thing_that_cannot_be_asked_is_refused(graphs: list[Any]) -> None:
+    net = nn.LazyLinear(1)
+    with pytest.warns(UserWarning, match="runs as without it, since Attempted to use an uninitialized"):
+        compiled.CompiledTask(lambda net, x: net(x).sum(), True)(net, torch.ones(1, 2))
+    assert not graphs
 
 
 def test_a_task_that_binds_a_global_name_is_refused(graphs: list[Any]) -> None:

@@ -200,6 +200,9 @@ class Meaning:
         elif isinstance(thing, (set, frozenset)):
             self._note(place, (kind, len(thing)))
             self._fixed(sorted(thing, key=repr), place)
+        elif kind is weakref.ReferenceType:  # as a recurrent module has of its weights
+            self._note(place, kind)
+            self._visit(thing(), place)
         elif isinstance(thing, np.ndarray):
             raise RefusedError(f"{place} is an array of numpy: make it a tensor, as by `torch.as_tensor`")
         elif isinstance(
@@ -221,8 +224,8 @@ class Meaning:
     def _entries(self, entries: Any, place: str, *, is_object: bool = False) -> None:
         """Note those of a list, a dictionary or an object; a function that was sent is replaced there."""
         for key, value in list(entries.items()) if isinstance(entries, dict) else enumerate(entries):
-            if is_object and key in _OF_MODULES and not value:
-                continue  # most modules have no hooks
+            if is_object and key in _OF_MODULES and (not value or "state_dict" in key):
+                continue  # most modules have no hooks, and those of checkpoints do not run here
             where = f"{place}.{key}" if is_object else f"{place}[{key!r}]"
             if isinstance(entries, dict):
                 self._fixed(key, place)

@@ -78,7 +78,7 @@ class _Variants:
             self.made[meaning.key] = _Programs(Program(values, self._named), gradient), meaning.alive
         return self.made[meaning.key][0]
 
-    def tell(self, reason: RefusedError) -> None:
+    def tell(self, reason: Exception) -> None:
         """Warn that a task runs as it is, once for each reason."""
         if str(reason) not in self._told:
             self._told.add(str(reason))
@@ -130,7 +130,9 @@ class CompiledTask:
                 )
                 meaning = Meaning(self._variants.family, (*named, *given))
                 programs = self._variants.of(meaning)
-            except RefusedError as reason:
+            except (
+                Exception
+            ) as reason:  # also of a class that cannot be asked, as an uninitialized parameter's
                 self._variants.tell(reason)
             else:
                 function, _, *leaves = meaning.things
