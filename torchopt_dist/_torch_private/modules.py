@@ -96,6 +96,16 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     return {name: module.__dict__[name] for name in _names[type(module)] if name in module.__dict__}
 
 
+def hooks_of_all_modules() -> list[dict[Any, Any]]:
+    """The hooks that torch calls for each module, of each kind of which there are any.
+
+    Without the names there are none: a program then does not know that one was added.
+    """
+    every = vars(nn.modules.module)
+    names = [name for name in every if name.startswith("_global_") and name.endswith("_hooks")]
+    return [every[name] for name in names if every[name]]
+
+
 def has_forward_hook(module: nn.Module, hook: Any) -> bool:
     """Whether a function is among the hooks of a module that get its results.
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchopt_dist._torch_private import attributes_for_forward, original_of
 from torchopt_dist._versions import Seen
 
-__all__ = ["Bindings", "Bound", "bind"]
+__all__ = ["Bindings", "Bound", "bind", "is_installed", "reads"]
 
 _NUMBERS = frozenset((bool, int, float, complex, str, bytes))
 _ATOMS = _NUMBERS | {type(None), torch.dtype, torch.device, torch.Size, BuiltinFunctionType, CodeType}
@@ -385,9 +385,9 @@ class _Walk:
             except ValueError:  # an empty one
                 continue
         if is_users:
-            reads = _reads(function.__code__)
-            self._names |= reads.attributes
-            for name in reads.variables:
+            mentioned = reads(function.__code__)
+            self._names |= mentioned.attributes
+            for name in mentioned.variables:
                 if name in variables:
                     self._name(node, variables, name)
 
@@ -422,7 +422,7 @@ class _Walk:
     def _is_users(self, module: Any) -> bool:
         if not isinstance(module, str):
             return module is None
-        return _top(module) in self._packages or not _is_installed(_top(module))
+        return _top(module) in self._packages or not is_installed(_top(module))
 
 
 class _Reads(NamedTuple):
@@ -432,33 +432,40 @@ class _Reads(NamedTuple):
     """Global names."""
     attributes: frozenset[str]
     """Names of attributes, and strings that may be such names."""
+    assigned: frozenset[str]
+    """Global names that it binds."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _reads(code: CodeType) -> _Reads:
+def reads(code: CodeType) -> _Reads:
+    """What code mentions."""
     variables: set[str] = set()
     attributes: set[str] = set()
+    assigned: set[str] = set()
     for one in dis.get_instructions(code):
         if one.opname.startswith("LOAD"):
             if "GLOBAL" in one.opname or "NAME" in one.opname:
                 variables.add(one.argval)
             elif "ATTR" in one.opname or "METHOD" in one.opname:
                 attributes.add(one.argval)
+        elif one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            assigned.add(one.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            inner = _reads(constant)
+            inner = reads(constant)
             variables |= inner.variables
             attributes |= inner.attributes
+            assigned |= inner.assigned
         elif isinstance(constant, str) and constant.isidentifier():
             attributes.add(constant)
-    return _Reads(frozenset(variables), frozenset(attributes))
+    return _Reads(frozenset(variables), frozenset(attributes), frozenset(assigned))
 
 
 _LIBRARIES = sys.stdlib_module_names | {"torch", "torchopt_dist"}
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether a package is Python's, torch's, this one or one of those that are installed, by its place."""
     if package == "__main__":  # which may be a program that runs the user's, such as a debugger
         return False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchopt_dist._torch_private import attributes_of, children_of, parameters_of
 
-__all__ = ["named_parameters", "replace_parameters", "traced_copy"]
+__all__ = ["named_parameters", "parts_of", "replace_parameters", "traced_copy"]
 
 
 def traced_copy(module: nn.Module, by: str) -> nn.Module:
@@ -30,6 +30,11 @@ def traced_copy(module: nn.Module, by: str) -> nn.Module:
     if by in ("copy", "clone"):
         return _copied(module, _clones(), [])
     raise NotImplementedError(f"a compiled task cannot clone a module by {by!r}")
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """A module and all below it, each once, in the order of ``modules()``."""
+    return [part for _, part in _parts(module, "", [])]
 
 
 def named_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -8,28 +8,49 @@ each task along dimension 0; all others are the same for all tasks. ``number`` i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
 
 from torchopt_dist._formulas.traced import TracedFormulas
-from torchopt_dist._torch_private import traced_leaf
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist.nn._traced_module import named_parameters, replace_parameters, traced_copy
+from torchopt_dist._torch_private import buffers_of, traced_leaf
+from torchopt_dist._types import OptionalTensor, TensorContainer
+from torchopt_dist.nn._traced_module import named_parameters, parts_of, replace_parameters, traced_copy
 
-__all__ = ["check_inputs", "differentiable", "values", "values_and_gradients"]
+__all__ = ["Slot", "check_inputs", "differentiable", "values", "values_and_gradients"]
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
 
+class Slot(NamedTuple):
+    """Where a buffer is that a task returns."""
+
+    leaf: int
+    part: int
+    """The number of the module that has it, among all below the leaf."""
+    name: str
+    first: int
+    """The number of the first slot of the same tensor."""
+
+
 def values(
-    function: Callable[..., Any], places: Any, leaves: list[Any], mapped: Sequence[int], number: int | None
-) -> Any:
-    """What the tasks return."""
+    function: Callable[..., Any],
+    places: Any,
+    leaves: list[Any],
+    mapped: Sequence[int],
+    number: int | None,
+    slots: list[Slot],
+    buffers: list[Tensor],
+) -> tuple[Any, list[Tensor]]:
+    """What the tasks return, and what is in the slots of buffers after one that begins with others."""
     if number is None:
-        return _called(function, places, leaves)
+        given = list(leaves)
+        for slot in slots:
+            if given[slot.leaf] is leaves[slot.leaf]:
+                given[slot.leaf] = traced_copy(leaves[slot.leaf], "reference")
+        return _with_buffers(function, places, given, slots, buffers)
 
     def one_task(*own: Tensor) -> Any:
         filled = list(leaves)
@@ -38,7 +59,7 @@ def values(
         return _called(function, places, filled)
 
     with TracedFormulas():
-        return torch.func.vmap(one_task, randomness="different")(*[leaves[place] for place in mapped])
+        return torch.func.vmap(one_task, randomness="different")(*[leaves[place] for place in mapped]), []
 
 
 def differentiable(leaves: Sequence[Any]) -> list[tuple[int, str, Tensor]]:
@@ -54,9 +75,15 @@ def differentiable(leaves: Sequence[Any]) -> list[tuple[int, str, Tensor]]:
 
 
 def values_and_gradients(
-    function: Callable[..., Any], places: Any, leaves: list[Any], mapped: Sequence[int], number: int | None
-) -> tuple[Any, Any, Sequence[OptionalTensor]]:
-    """What the tasks return, detached; a tree that says which of its leaves is the loss; each task's gradients of it.
+    function: Callable[..., Any],
+    places: Any,
+    leaves: list[Any],
+    mapped: Sequence[int],
+    number: int | None,
+    slots: list[Slot],
+    buffers: list[Tensor],
+) -> tuple[Any, list[Tensor], Any, Sequence[OptionalTensor]]:
+    """As :func:`values`, detached; a tree that says which leaf of a value is the loss; each task's gradients of it.
 
     The gradients are with respect to :func:`differentiable` leaves, and stacked if the tasks are; ``None`` for a leaf
     that the loss does not depend on. Raises :class:`NotImplementedError` if what has a gradient is not one number a
@@ -79,10 +106,12 @@ def values_and_gradients(
             given = list(leaves)
             for place, tensor in zip(own_places, own, strict=True):
                 given[place] = tensor
+            for place, leaf in enumerate(leaves):
+                if place in modules or any(slot.leaf == place for slot in slots):
+                    given[place] = traced_copy(leaf, "reference")
             for place, tensors in modules.items():
-                given[place] = traced_copy(leaves[place], "reference")
                 replace_parameters(given[place], named_parameters(leaves[place]), tensors)
-            return _called(function, places, given)
+            return _with_buffers(function, places, given, slots, buffers)
 
         own_places = [
             place for place in range(len(leaves)) if filled[place] is not leaves[place] or place in mapped
@@ -91,7 +120,7 @@ def values_and_gradients(
         if number is not None:
             run = torch.func.vmap(one_task, randomness="different")
         with TracedFormulas():
-            made = run(by_module, [filled[place] for place in own_places])
+            made, after = run(by_module, [filled[place] for place in own_places])
         found: list[Any] = []
         optree.tree_map(found.append, made, none_is_leaf=True)
         if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in found):
@@ -103,7 +132,7 @@ def values_and_gradients(
         if losses:
             grads = torch.autograd.grad(losses[0].sum(), wanted, allow_unused=True)
     which = optree.tree_map(_has_gradient, made, none_is_leaf=True)
-    return optree.tree_map(_detached, made, none_is_leaf=True), which, grads
+    return optree.tree_map(_detached, made, none_is_leaf=True), after, which, grads
 
 
 def check_inputs(graph: Any) -> None:
@@ -117,6 +146,29 @@ def check_inputs(graph: Any) -> None:
         wants = isinstance(value, Tensor) and value.requires_grad
         if wants and any(user.target != "detach" for user in node.users):
             raise NotImplementedError("the function closes over a tensor that wants a gradient")
+
+
+def _with_buffers(
+    function: Callable[..., Any],
+    places: Any,
+    leaves: Sequence[Any],
+    slots: list[Slot],
+    buffers: list[Tensor],
+) -> tuple[Any, list[Tensor]]:
+    """Call a function on modules that are copies, with buffers of their own; its value, and these buffers then."""
+    own: list[Tensor] = []
+    holders: list[TensorContainer] = []
+    for slot, tensor in zip(slots, buffers, strict=True):
+        own.append(tensor.clone() if slot.first == len(own) else own[slot.first])
+        holders.append(buffers_of(parts_of(leaves[slot.leaf])[slot.part]))
+        holders[-1][slot.name] = own[-1]
+    value = _called(function, places, leaves)
+    after: list[Tensor] = []
+    for holder, slot in zip(holders, slots, strict=True):
+        now = holder[slot.name]
+        assert now is not None
+        after.append(now.detach())
+    return value, after
 
 
 def _called(function: Callable[..., Any], places: Any, leaves: Sequence[Any]) -> Any:
