@@ -31,7 +31,15 @@ from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.distributed.transport.retries import Retries
 from torchopt_dist.errors import NotInitializedError, PeerFailedError, WorkerLostError
 
-__all__ = ["Group", "answering_group", "current_group", "errors_of_runs", "find_group", "incarnation_of", "set_group"]
+__all__ = [
+    "Group",
+    "answering_group",
+    "current_group",
+    "errors_of_runs",
+    "find_group",
+    "incarnation_of",
+    "set_group",
+]
 
 
 NUMBER_BITS = 40
