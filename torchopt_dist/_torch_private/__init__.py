@@ -10,6 +10,7 @@ from __future__ import annotations
 from torchopt_dist._torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
+    one_program_too_many,
     original_of,
     traced_leaf,
     traced_samples,
@@ -63,6 +64,7 @@ from torchopt_dist._torch_private.modules import (
     buffers_of,
     children_of,
     has_forward_hook,
+    has_global_hook,
     note_attributes,
     parameters_of,
     set_parameters,
@@ -130,6 +132,7 @@ __all__ = [
     "gradients_are_traced",
     "grads_inside_transforms",
     "has_forward_hook",
+    "has_global_hook",
     "has_hooks",
     "has_kernel",
     "held_by_run",
@@ -149,6 +152,7 @@ __all__ = [
     "next_sequence_number",
     "note_attributes",
     "once_differentiable_name",
+    "one_program_too_many",
     "original_of",
     "outside_of_transforms",
     "parameters_of",
