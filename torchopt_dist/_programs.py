@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import tracing_gradients
+from torchopt_dist._torch_private import one_program_too_many, tracing_gradients
 
 __all__ = ["CompileMode", "Program", "check_mode", "code_of", "how_to_compile"]
 
@@ -72,21 +72,25 @@ class Program:
             how["backend"] = partial(_checked, check, how["backend"])
         self._compiled = torch.compile(own, fullgraph=True, dynamic=False, **how)
         self._name, self._warns, self._again = name, warns, again
-        self._captured, self._is_refused, self.has_run = captured, False, False
+        self._captured, self._is_refused, self._is_full, self.has_run = captured, False, False, False
 
     def __reduce__(self) -> tuple[Callable[..., Program], tuple[Any, ...]]:
         if self._again is None:
             raise TypeError(f"the program of {self._name} stays in its process")
         return self._again
 
-    def __call__(self, *arguments: Any, otherwise: Callable[[], Any]) -> Any:
+    def __call__(
+        self, *arguments: Any, otherwise: Callable[[], Any], left_out: set[int] | None = None, **named: Any
+    ) -> Any:
         """Run the program, which is compiled before if there is none for arguments like these.
 
         Args:
             arguments: those of the function.
             otherwise: does the same without the compiler; it raises if the function itself is wrong.
+            left_out: ids of programs which arguments like these are one kind too many for; such a call adds its own.
+            named: more arguments of the function.
         """
-        if self._is_refused:
+        if self._is_refused or (left_out is not None and id(self) in left_out):
             return otherwise()
         begun = time.perf_counter()
         captured = self._captured and not torch.is_grad_enabled()
@@ -96,18 +100,25 @@ class Program:
             _tell(f"compiling {self._name}, which takes some 10 to 65 s at its first call")
         try:
             with tracing_gradients():
-                made = self._compiled(*arguments)
+                made = self._compiled(*arguments, **named)
             if captured:
                 made = pytree.map_tensors(torch.clone, made)
         except Exception as error:
             made = otherwise()
-            self._is_refused = True
-            if self._warns:
-                warnings.warn(
-                    f"{self._name} with compile=True runs as without it, since the compiler refuses it: "
-                    f"{_first_line(error)}",
-                    stacklevel=2,
-                )
+            last = one_program_too_many(error)
+            self._is_refused = last is None
+            if last is not None and left_out is not None:
+                left_out.add(id(self))
+            if self._warns and not (last is not None and self._is_full):
+                why = f"since the compiler refuses it: {_first_line(error)}"
+                if last is not None:
+                    self._is_full = True
+                    why = (
+                        "for the kinds of arguments that are new to it: there are programs for as many as "
+                        f"`torch._dynamo.config.recompile_limit` allows, the last one for `{last}`. These go on; to "
+                        "have one for all, give it what changes as a tensor"
+                    )
+                warnings.warn(f"{self._name} with compile=True runs as without it, {why}", stacklevel=2)
             return made
         if not self.has_run:
             self.has_run = True

@@ -108,7 +108,6 @@ def _seen_after_steps(net: nn.Sequential, keep: bool) -> tuple[int, tuple[list[o
         clone = todist.module_clone(net)
         inner = todist.MetaSGD(clone, lr=0.1)
         for _ in range(2):
-            made.extend(map(weakref.ref, clone.parameters()))
             inner.step(clone(x).square().mean())
             made.extend(map(weakref.ref, clone.parameters()))
         loss = clone(x).square().mean()
@@ -149,3 +148,14 @@ def test_without_the_name_hooks_run_and_the_clone_stays(monkeypatch: pytest.Monk
     more, (given, _) = _seen_after_steps(net, keep=False)
     assert more > 0
     assert given
+
+
+def test_hooks_for_all_modules_are_noticed_unless_torch_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not private.has_global_hook()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert private.has_global_hook()
+        monkeypatch.delattr(nn.modules.module, "_has_any_global_hook")
+        assert not private.has_global_hook()
+    finally:
+        handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -127,3 +128,29 @@ def test_a_link_of_ones_own_is_declared():
     assert (link_of_whole(own), is_of_elements(own)) == (None, True)
     assert "squares" in link_of_whole(other)
     assert not is_of_elements(other)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, torch.nn.ParameterDict])
+def test_a_rate_for_each_parameter_is_one_whatever_the_mapping_is(kind):
+    rates = kind({"w": torch.full((2, 2), 0.5), "b": torch.full((2,), 0.1)})
+    for link in (transform.scale_by_learning_rate(rates), transform.add_decayed_weights(rates)):
+        assert link_of_whole(link) is not None
+        assert not is_of_elements(link)
+
+
+def test_an_argument_of_an_unknown_kind_may_be_one_for_each_parameter():
+    class Rates:
+        values = (0.1, 0.2)
+
+    @transform.of_elements()
+    def scaled(_rates, updates, state, *, params=None, inplace=False):
+        return updates, state
+
+    for rates, is_known in (
+        (Rates(), False),
+        (torch.tensor([[0.1]]), False),
+        (torch.tensor(0.1), True),
+        (0.1, True),
+    ):
+        link = transform.GradientTransformation(transform.identity().init, partial(scaled, rates))
+        assert is_of_elements(link) is is_known

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torchopt_dist._torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist._torch_private.compiler import (
     gradients_are_traced,
+    one_program_too_many,
     original_of,
     traced_leaf,
     traced_samples,
@@ -64,6 +65,7 @@ from torchopt_dist._torch_private.modules import (
     children_of,
     drop_compiled_call,
     has_forward_hook,
+    has_global_hook,
     hooks_of_all_modules,
     note_attributes,
     parameters_of,
@@ -133,6 +135,7 @@ __all__ = [
     "gradients_are_traced",
     "grads_inside_transforms",
     "has_forward_hook",
+    "has_global_hook",
     "has_hooks",
     "has_kernel",
     "held_by_run",
@@ -153,6 +156,7 @@ __all__ = [
     "next_sequence_number",
     "note_attributes",
     "once_differentiable_name",
+    "one_program_too_many",
     "original_of",
     "outside_of_transforms",
     "parameters_of",

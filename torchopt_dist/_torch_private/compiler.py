@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,6 +53,7 @@ def _let_inputs_have_a_history() -> None:
     torchs = getattr(module, "_collect_all_grad_fns", None)
     if torchs is not None and not isinstance(torchs, _Histories):
         module._collect_all_grad_fns = _Histories(torchs)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_limit)  # once, however often it is added
 
 
 @cache
@@ -59,6 +61,31 @@ def _take_leaves_as_they_are() -> None:
     """Have the compiler call :func:`traced_leaf` without a look into it, once for all, where it must not look."""
     if not torch.__version__ >= "2.13":  # by numbers: a `TorchVersion`
         torch.compiler.allow_in_graph(traced_leaf)
+
+
+class _Limit(logging.Filter):
+    """Keeps what torch says at length where there is one program too many, in place of the log."""
+
+    last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is logged."""
+        if not _ours.get() or "recompile_limit" not in record.getMessage():
+            return True
+        said = record.getMessage().partition("last reason: ")[2].partition("\n")[0]
+        self.last = said.partition(": ")[2].partition("  #")[0].strip()
+        return False
+
+
+_limit = _Limit()
+
+
+def one_program_too_many(error: Exception) -> str | None:
+    """Which condition of the last program failed, if an error says that there are too many; else ``None``.
+
+    Without the names every such error is a refusal for good.
+    """
+    return _limit.last if type(error).__name__ == "FailOnRecompileLimitHit" else None
 
 
 class _Histories:
@@ -75,6 +102,10 @@ class _Histories:
 _ours: ContextVar[bool] = ContextVar("ours", default=False)
 _SETTINGS = (
     ("torch._dynamo.config", "trace_autograd_ops", True),
+    # A hook that a module gets after the first call makes another program.
+    ("torch._dynamo.config", "skip_nnmodule_hook_guards", False),
+    # Whole numbers under this name are inputs of a program, in the place of one program each.
+    ("torch.compiler.config", "dynamic_sources", r"L\['numbers'\]"),
     ("torch._functorch.config", "donated_buffer", False),
 )
 

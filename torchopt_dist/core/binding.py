@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchopt_dist._torch_private import attributes_for_forward, original_of
 from torchopt_dist._versions import Seen
 
-__all__ = ["Bindings", "Bound", "bind", "is_installed", "reads"]
+__all__ = ["Bindings", "Bound", "bind", "is_installed", "is_numpys", "reads"]
 
 _NUMBERS = frozenset((bool, int, float, complex, str, bytes))
 _ATOMS = _NUMBERS | {type(None), torch.dtype, torch.device, torch.Size, BuiltinFunctionType, CodeType}
@@ -168,6 +168,29 @@ class Bindings:
     def modules(self) -> list[nn.Module]:
         """The modules that the functions reach, each once."""
         return [node.thing for node in self._nodes.values() if isinstance(node.thing, nn.Module)]
+
+    @property
+    def code(self) -> frozenset[CodeType]:
+        """The code of all functions that they reach, the methods and hooks of modules among them."""
+        things = [node.thing for node in self._nodes.values()]
+        things += [getattr(type(module), "forward", None) for module in self.modules]
+        return frozenset(
+            code for thing in things if isinstance(code := getattr(thing, "__code__", None), CodeType)
+        )
+
+    def name_of_numpy(self) -> str | None:
+        """The name by which a function reads something of numpy's; ``None`` if there is none."""
+        for node in self._nodes.values():
+            named = [*node.names.items(), *zip(_free(node.thing), node.cells.values(), strict=False)]
+            for name, number in named:
+                value = self._places[number].value
+                entries = value.values() if name is None and isinstance(value, dict) else value
+                for one in entries if name is None else [value]:
+                    if is_numpys(one):
+                        return name or type(one).__name__
+            if any(map(is_numpys, node.parts)):
+                return _name(node.thing)
+        return None
 
     def _check(self, function: Any) -> None:
         for place in self._seen.changed():
@@ -345,7 +368,7 @@ class _Walk:
             own = _attributes_of(thing)
             if type(own.get("__wrapped__")) is FunctionType:  # as `functools.lru_cache` makes it
                 self._node(thing, [own["__wrapped__"]])
-            elif own and self._is_users(kind.__module__):
+            elif self._is_users(kind.__module__):
                 self._object(thing, own)
 
     def _node(self, thing: Any, parts: list[Any] | None = None) -> _Node:
@@ -646,6 +669,14 @@ class _Copies:
             f"`{where}` again. What a class, a method of one or a cached function reads cannot be kept: make "
             f"`{name}` an argument, a variable that the function itself closes over, or an attribute of an object"
         )
+
+
+def is_numpys(thing: Any) -> bool:
+    """Whether it is an array, a scalar, a type, a function or a module of numpy."""
+    if isinstance(thing, (np.ndarray, np.generic)):
+        return True
+    home = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
+    return isinstance(home, str) and _top(home) == "numpy"
 
 
 def _is_structure(thing: Any) -> bool:

@@ -62,7 +62,7 @@ def penalized(weight_decay: HyperParameter, maximize: bool) -> list[GradientTran
     return [*([scale(-1.0)] if maximize else []), add_decayed_weights(weight_decay)]
 
 
-@of_elements(str, masks=True)
+@of_elements(masks=True)
 def _update(
     weight_decay: HyperParameter | PerLeaf,
     mask: Mask,

@@ -12,7 +12,7 @@ tensors (torch's names for them, such as ``momentum_buffer``; a counter is calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._types import OptState, Params, Updates
 from torchopt_dist.transform._fused_step import FusedStep
+from torchopt_dist.transform._hyperparameters import is_per_leaf, is_schedule, plain_rates
 from torchopt_dist.transform._recorded_gradients import mend_recorded
 
 if TYPE_CHECKING:
@@ -105,14 +106,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class _Elements(NamedTuple):
     """What is declared of an update by :func:`of_elements`."""
 
-    but: tuple[type, ...]
     masks: bool
     norms: bool
     inner: Callable[..., GradientTransformation] | None
 
 
 def of_elements(
-    *but: type,
+    *,
     masks: bool = False,
     norms: bool = False,
     inner: Callable[..., GradientTransformation] | None = None,
@@ -120,12 +120,11 @@ def of_elements(
     """Declare that an update does to each element of a tensor what it does to a tensor of that element alone.
 
     Then an optimizer can work on parts of parameters (``shard=`` of :class:`~torchopt_dist.DataParallel`) and on one
-    vector of all of them (``compile=True`` of :func:`~torchopt_dist.inner_loop`). Links of which this is not declared
-    are refused there, or run as they are. Transformations among the arguments of an update, which it calls, have to be
-    declared themselves.
+    vector of all of them (``compile=True`` of :func:`~torchopt_dist.inner_loop`), the latter where its arguments are
+    ``None``, numbers, tensors of one element and functions. Links of which this is not declared are refused there, or
+    run as they are. Transformations among the arguments of an update, which it calls, have to be declared themselves.
 
     Args:
-        but: types of arguments with which it does not on one vector of all parameters; trees of them are such anyway.
         masks: whether an argument that is a function is one of the parameters, as a mask is, and not of the step.
         norms: whether it also goes by the norm of all tensors, which that of a part is not.
         inner: the update's arguments → a transformation that it makes of them and calls.
@@ -145,7 +144,7 @@ def of_elements(
     """
 
     def marked(update: F) -> F:
-        vars(update)["of_elements"] = _Elements(but, masks, norms, inner)
+        vars(update)["of_elements"] = _Elements(masks, norms, inner)
         return update
 
     return marked
@@ -158,8 +157,7 @@ def is_of_elements(impl: GradientTransformation) -> bool:
     declared, given = _declared(impl)
     if declared is None or declared.inner is not None:
         return False
-    kinds = (dict, list, tuple, *declared.but)
-    return not any(isinstance(value, kinds) or (declared.masks and callable(value)) for value in given)
+    return all(_is_of_all(value) or (_is_function(value) and not declared.masks) for value in given)
 
 
 def link_of_whole(impl: GradientTransformation) -> str | None:
@@ -172,7 +170,7 @@ def link_of_whole(impl: GradientTransformation) -> str | None:
     if declared.inner is not None:
         return link_of_whole(declared.inner(*given))
     for value in given:
-        if (declared.masks and callable(value)) or any(
+        if (declared.masks and _is_function(value)) or any(
             isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in _values_in(value)
         ):
             return _name_of(impl)
@@ -190,10 +188,22 @@ def _declared(impl: GradientTransformation) -> tuple[_Elements | None, list[Any]
     return getattr(update, "of_elements", None), given
 
 
+def _is_of_all(value: Any) -> bool:
+    """Whether an argument is known to mean the same for every parameter."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.ndim < 2
+    return value is None or isinstance(value, (bool, int, float))
+
+
+def _is_function(value: Any) -> bool:
+    return is_schedule(value) and not is_per_leaf(value)
+
+
 def _values_in(value: Any) -> list[Any]:
     if isinstance(value, GradientTransformation):
         return []
-    if isinstance(value, dict):
+    value = plain_rates(value)
+    if isinstance(value, Mapping):
         return [leaf for one in value.values() for leaf in _values_in(one)]
     if isinstance(value, (list, tuple)):
         return [leaf for one in value for leaf in _values_in(one)]

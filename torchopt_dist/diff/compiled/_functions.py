@@ -25,7 +25,16 @@ from torchopt_dist.nn.module_state import module_clone
 from torchopt_dist.transform.apply_updates import apply_updates
 from torchopt_dist.transform.base import GradientTransformation
 
-__all__ = ["Outside", "Parts", "constants_of_loop", "gradient", "parts_of_loop", "pulled_step", "step"]
+__all__ = [
+    "Outside",
+    "Parts",
+    "Place",
+    "constants_of_loop",
+    "gradient",
+    "parts_of_loop",
+    "pulled_step",
+    "step",
+]
 
 
 class Parts(NamedTuple):
@@ -64,6 +73,51 @@ class Outside(NamedTuple):
     def substituted(self) -> AbstractContextManager[Any]:
         """A context in which the others are in the places of ``declared``."""
         return _Substitute(self.declared, self.others) if self.declared else nullcontext()
+
+
+class Place:
+    """Stands in a batch for one of its whole numbers, which is an input of the program."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Indices(TorchFunctionMode):
+    """A context in which a tensor that is one index selects as a tensor: as a number each value makes a program."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            args = _selected(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _selected(tensor: Tensor, index: Any) -> tuple[Tensor, Any]:
+    """A tensor and an index of it → those in which index 0 stands where a tensor of one index was."""
+    given = index if type(index) is tuple else (index,)
+    if not any(map(_is_index, given)) or not all(
+        _is_index(one) or one is None or one is ... or isinstance(one, (int, slice, torch.SymInt))
+        for one in given
+    ):
+        return tensor, index
+    taken = sum(not (one is None or one is ...) for one in given)
+    if any(isinstance(one, bool) for one in given) or taken > tensor.ndim:
+        return tensor, index
+    dim, made = 0, []
+    for one in given:
+        if _is_index(one):
+            size = tensor.shape[dim]
+            tensor = tensor.index_select(dim, torch.where(one < 0, one + size, one).reshape(1))
+        made.append(0 if _is_index(one) else one)
+        dim += tensor.ndim - taken if one is ... else one is not None
+    return tensor, tuple(made)
+
+
+def _is_index(index: Any) -> bool:
+    return (
+        isinstance(index, Tensor)
+        and index.ndim == 0
+        and index.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    )
 
 
 class _Substitute(TorchFunctionMode):
@@ -137,7 +191,13 @@ def _places(model: Model) -> Any:
 
 
 def gradient(
-    parts: Parts, carry: Carry, outside: Outside, batch: tuple[Any, ...], record: bool
+    parts: Parts,
+    carry: Carry,
+    outside: Outside,
+    batch: tuple[Any, ...],
+    record: bool,
+    *,
+    numbers: list[int],
 ) -> tuple[Tensor, Any, list[OptionalTensor], list[Tensor]]:
     """As :meth:`Loop.gradient`: the loss, what else it returned, a gradient for each leaf, and the buffers after it."""
     with torch.enable_grad():
@@ -146,7 +206,9 @@ def gradient(
             leaf = leaves[place]
             leaves[place] = leaf.view_as(leaf) if record else traced_leaf(leaf)
         wanted = [leaves[place] for place in parts.moved]
-        value, buffers = _called(parts, _for_loss(parts, leaves, outside), carry.buffers, batch, outside)
+        value, buffers = _called(
+            parts, _for_loss(parts, leaves, outside), carry.buffers, _with_numbers(batch, numbers), outside
+        )
         aux = None
         if parts.has_aux:
             value, aux = value
@@ -162,10 +224,16 @@ def gradient(
 
 
 def step(
-    parts: Parts, carry: Carry, outside: Outside, batch: tuple[Any, ...], record: bool
+    parts: Parts,
+    carry: Carry,
+    outside: Outside,
+    batch: tuple[Any, ...],
+    record: bool,
+    *,
+    numbers: list[int],
 ) -> tuple[list[Tensor], OptState, list[Tensor], Tensor, Any]:
     """As :meth:`Loop.recorded_step`: the parameters, the state and the buffers after a step, its loss, what else."""
-    loss, aux, grads, buffers = gradient(parts, carry, outside, batch, record)
+    loss, aux, grads, buffers = gradient(parts, carry, outside, batch, record, numbers=numbers)
     template = parts.template
     params = _filled(template, carry.params)
     with outside.substituted():
@@ -185,6 +253,8 @@ def pulled_step(
     batch: tuple[Any, ...],
     bars: list[Tensor],
     loss_bar: OptionalTensor,
+    *,
+    numbers: list[int],
 ) -> list[OptionalTensor]:
     """As :meth:`Loop.pulled_step`, where ``bars`` are of the parameters, then of the state, and none is missing."""
     with torch.enable_grad():
@@ -197,7 +267,7 @@ def pulled_step(
         given = Carry(
             [params[place] for place in parts.first], optree.tree_unflatten(spec, state), carry.buffers
         )
-        moved, state_after, _, loss, _ = step(parts, given, outside, batch, True)
+        moved, state_after, _, loss, _ = step(parts, given, outside, batch, True, numbers=numbers)
         after = optree.tree_leaves(state_after, none_is_leaf=True)
         outputs = [*(moved[place] for place in parts.moved), *(after[place] for place in places)]
         pairs = [*zip(outputs, bars, strict=True), *([] if loss_bar is None else [(loss, loss_bar)])]
@@ -229,14 +299,23 @@ def _called(
 ) -> tuple[Any, list[Tensor]]:
     given = _filled(parts.argument, leaves)
     if not isinstance(parts.call, _LossOfModule):
-        with outside.substituted():
+        with outside.substituted(), _Indices():
             return parts.call(given, *batch), []
     tensors = {f"adapted.{name}": leaf for name, leaf in given.items()}
     for name, buffer in zip(parts.buffers, buffers, strict=True):
         tensors[f"adapted.{name}"] = buffer.clone()
-    with outside.substituted():
+    with outside.substituted(), _Indices():
         value = torch.func.functional_call(parts.call, tensors, batch)
     return value, [tensors[f"adapted.{name}"] for name in parts.buffers]
+
+
+def _with_numbers(batch: Any, numbers: list[int]) -> Any:
+    """The batch with its whole numbers in their places."""
+    if not numbers:
+        return batch
+    return optree.tree_map(
+        lambda leaf: numbers[leaf.number] if isinstance(leaf, Place) else leaf, batch, none_is_leaf=True
+    )
 
 
 def _filled(template: Any, leaves: Sequence[Any]) -> Any:

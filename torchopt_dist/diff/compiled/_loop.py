@@ -17,10 +17,10 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._programs import CompileMode, Program
 from torchopt_dist._random_turns import Turn
-from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist._torch_private import has_global_hook, transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist._vjp import plus, pulled_back
-from torchopt_dist.core.binding import Bound
+from torchopt_dist.core.binding import Bindings, Bound, is_numpys
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, UpdateLookFn, WatchFn
 from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
@@ -29,6 +29,7 @@ from torchopt_dist.diff.compiled._flat import FlatModel, flattened
 from torchopt_dist.diff.compiled._functions import (
     Outside,
     Parts,
+    Place,
     constants_of_loop,
     gradient,
     parts_of_loop,
@@ -38,6 +39,13 @@ from torchopt_dist.diff.compiled._functions import (
 from torchopt_dist.diff.compiled._program import program_for
 
 __all__ = ["CompiledLoop", "compiled"]
+
+_FLOATS = 2
+"""So many values of the numbers of batches that are not whole get programs in a loop."""
+_OF_NUMPY = (
+    "since it reads {}, of numpy, which the compiler takes for a tensor of another dtype: give it a Python number or a "
+    "tensor"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,11 @@ class CompiledLoop(Loop):
     constants: list[OptionalTensor] = field(default_factory=list)
     before: Any = None
     """The first state, where the loop moves a vector in the place of a tree."""
+
+    floats: set[tuple[float, ...]] = field(default_factory=set)
+    """Those of batches that programs are made for."""
+    left_out: set[int] = field(default_factory=set)
+    """The ids of programs that have none for this loop, and no room for it."""
 
     @property
     def is_compiled(self) -> bool:
@@ -208,17 +221,41 @@ class CompiledLoop(Loop):
             return otherwise()  # a program would have what names mean now
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             seed_step(self.seed, number)  # which a batch's random numbers come from, too
-            batch: tuple[Any, ...] = ()
+            batch: Any = ()
             if self.batches is not None:
                 with self.substituted(), torch.set_grad_enabled(record or batch_with_history):
                     batch = (self.batch(number),)
                 if self.others is not None:  # a tensor of the batches may be declared itself
                     new = {id(old): other for old, other in zip(self.declared, self.others, strict=True)}
                     if self.met is not None:
-                        tree: Any = batch
-                        self.met.update({*map(id, pytree.flatten(tree)[0])} & new.keys())
+                        self.met.update({*map(id, pytree.flatten(batch)[0])} & new.keys())
                     batch = pytree.map_tensors(lambda x: new.get(id(x), x), batch)
-            return program(self.parts, *arguments(batch), otherwise=otherwise)
+            leaves, spec = pytree.flatten(batch)
+            if (why_not := self._why_not(leaves)) is not None:
+                warnings.warn(f"an inner loop with compile=True runs as without it {why_not}", stacklevel=4)
+                return otherwise()
+            numbers = [leaf for leaf in leaves if type(leaf) is int]
+            if numbers:
+                places = map(Place, range(len(numbers)))
+                filled = [next(places) if type(leaf) is int else leaf for leaf in leaves]
+                batch = pytree.unflatten(spec, filled)
+            return program(
+                self.parts, *arguments(batch), numbers=numbers, otherwise=otherwise, left_out=self.left_out
+            )
+
+    def _why_not(self, leaves: Sequence[Any]) -> str | None:
+        """Why a step with this batch runs without a program, if it does."""
+        if any(map(is_numpys, leaves)):
+            return _OF_NUMPY.format("its batch")
+        floats = tuple(leaf for leaf in leaves if type(leaf) is float)
+        if floats and floats not in self.floats:
+            if len(self.floats) == _FLOATS:
+                return (
+                    f"where a number of its batch is none of the first {_FLOATS}, since each needs a program: give it "
+                    "as a tensor"
+                )
+            self.floats.add(floats)
+        return None
 
 
 def compiled(loop: Loop, mode: CompileMode) -> Loop:
@@ -228,11 +265,9 @@ def compiled(loop: Loop, mode: CompileMode) -> Loop:
     """
     if loop.steps == 0:
         return loop
-    if transforms_are_active():
-        warnings.warn(
-            "an inner loop with compile=True runs as without it inside of torch.func's transforms",
-            stacklevel=5,
-        )
+    names = Bindings(loop.loss, loop.optimizer, getattr(loop.model, "module", None))
+    if (why_not := _why_not(names)) is not None:
+        warnings.warn(f"an inner loop with compile=True runs as without it {why_not}", stacklevel=5)
         return loop
     with kept_generators():
         found = loop.gradient(loop.cut(loop.first), 0, record=False)
@@ -243,9 +278,20 @@ def compiled(loop: Loop, mode: CompileMode) -> Loop:
     return CompiledLoop(
         **own,
         parts=parts,
-        step=program_for(step, parts, loop.loss, mode),
-        of_gradient=program_for(gradient, parts, loop.loss, mode),
-        of_pulled=program_for(pulled_step, parts, loop.loss, mode),
+        step=program_for(step, parts, loop.loss, names.code, mode),
+        of_gradient=program_for(gradient, parts, loop.loss, names.code, mode),
+        of_pulled=program_for(pulled_step, parts, loop.loss, names.code, mode),
         constants=constants_of_loop(loop),
         before=before,
     )
+
+
+def _why_not(names: Bindings) -> str | None:
+    """Why a loop whose functions have these names is not compiled, if it is not."""
+    if transforms_are_active():
+        return "inside of torch.func's transforms"
+    if has_global_hook():
+        return "while hooks are registered for all modules, as by `register_module_forward_hook`"
+    if (name := names.name_of_numpy()) is not None:
+        return _OF_NUMPY.format(f"`{name}`")
+    return None

@@ -20,13 +20,16 @@ _BY_KIND = tuple(f"parts.{name}" for name in Parts._fields if name not in ("call
 
 
 def program_for(
-    function: Callable[..., Any], parts: Parts, loss: Callable[..., Any], mode: CompileMode
+    function: Callable[..., Any],
+    parts: Parts,
+    loss: Callable[..., Any],
+    code: frozenset[Any],
+    mode: CompileMode,
 ) -> Program:
-    """The program for steps of this kind, or a new one."""
+    """The program for steps of this kind, or a new one; ``code`` is that of all that a step calls."""
     trees = tuple(str(pytree.flatten(tree)[1]) for tree in (parts.template, parts.argument))
-    rest = parts._replace(
-        call=code_of(loss), optimizer=code_of(parts.optimizer), template=trees, argument=None
-    )
+    call: Any = (code_of(loss), code)
+    rest = parts._replace(call=call, optimizer=code_of(parts.optimizer), template=trees, argument=None)
     return _program(function, rest, mode)
 
 

@@ -1,0 +1,379 @@
+"""What changes between compiled loops, or between their steps, changes what they compute, as without a compiler."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchopt_dist as todist
+from torchopt_dist import _programs
+from torchopt_dist.diff.compiled import _program
+
+pytestmark = [
+    pytest.mark.compiles,
+    # torch hides these two by itself, where warnings are not errors
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+X = torch.tensor([[2.0]])
+SCALE = 2.0
+TABLE = {"scale": 2.0}
+made: list[Any] = []
+"""The graphs of the programs that were made."""
+
+
+@pytest.fixture(autouse=True)
+def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs run torch's ops, and none is there yet."""
+
+    def noted(_captured: bool, graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(_programs, "_inductor", noted)
+    _program._program.cache_clear()
+    torch.compiler.reset()
+    made.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*compile=True")
+        yield
+
+
+def layer(*more: nn.Module) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), *more)
+    nn.init.ones_(net[0].weight)  # type: ignore[arg-type]
+    return net
+
+
+class Case(SimpleNamespace):
+    """A module, an object and functions, which a loss may use."""
+
+    scale = 2.0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+class Scaled:
+    """An object that has nothing but its class."""
+
+    scale = 2.0
+
+    def times(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+def helper(x: Tensor, by: float = 2.0, *, more: float = 1.0) -> Tensor:
+    return by * more * x
+
+
+def other_helper(x: Tensor, by: float = 2.0, *, more: float = 1.0) -> Tensor:
+    return by * more * x + 1
+
+
+def output(net: nn.Module, x: Tensor) -> Tensor:
+    return net(x).sum()
+
+
+def tripled(_module: nn.Module, _inputs: Any, result: Tensor) -> Tensor:
+    return 3 * result
+
+
+def row(loss: Callable[..., Any], change: Callable[[Any, pytest.MonkeyPatch], Any]) -> Any:
+    return loss, change
+
+
+CHANGES: dict[str, Any] = {
+    "hook": row(output, lambda net, _: net.register_forward_hook(tripled)),
+    "hook before": row(
+        output, lambda net, _: net.register_forward_pre_hook(lambda _, given: (3 * given[0],))
+    ),
+    "hook of a part": row(output, lambda net, _: net[0].register_forward_hook(tripled)),
+    "forward of torch's class": row(
+        output, lambda _, patch: patch.setattr(nn.Linear, "forward", lambda own, x: 3 * x * own.weight)
+    ),
+    "mode of a part": row(output, lambda net, _: net[1].eval()),
+    "mode": row(output, lambda net, _: net.eval()),
+    "part": row(output, lambda net, _: net.append(nn.Tanh())),
+    "number of a part": row(output, lambda net, _: setattr(net[1], "p", 0.0)),
+    "global number": row(
+        lambda net, x: SCALE * output(net, x), lambda _, patch: patch.setitem(globals(), "SCALE", 3.0)
+    ),
+    "entry": row(
+        lambda net, x: TABLE["scale"] * output(net, x), lambda _, patch: patch.setitem(TABLE, "scale", 3.0)
+    ),
+    "helper": row(
+        lambda net, x: helper(output(net, x)),
+        lambda _, patch: patch.setitem(globals(), "helper", other_helper),
+    ),
+    "helper's defaults": row(
+        lambda net, x: helper(output(net, x)), lambda _, patch: patch.setattr(helper, "__defaults__", (3.0,))
+    ),
+    "helper's keyword": row(
+        lambda net, x: helper(output(net, x)),
+        lambda _, patch: patch.setattr(helper, "__kwdefaults__", {"more": 3.0}),
+    ),
+    "helper's code": row(
+        lambda net, x: helper(output(net, x)),
+        lambda _, patch: patch.setattr(helper, "__code__", other_helper.__code__),
+    ),
+    "number of a class": row(
+        lambda net, x: Scaled().times(output(net, x)), lambda _, patch: patch.setattr(Scaled, "scale", 3.0)
+    ),
+    "method of a class": row(
+        lambda net, x: Scaled().times(output(net, x)),
+        lambda _, patch: patch.setattr(Scaled, "times", lambda _, x: 3 * x),
+    ),
+    "method of a class by an object": row(
+        functools.partial(lambda scaled, net, x: scaled.times(output(net, x)), Scaled()),
+        lambda _, patch: patch.setattr(Scaled, "times", lambda _, x: 3 * x),
+    ),
+}
+
+
+def both(run: Callable[[bool], Any]) -> Any:
+    expected, found = run(False), run(True)
+    torch.testing.assert_close(found, expected)
+    assert [x.dtype for x in found] == [x.dtype for x in expected]
+    return found
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_between_two_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, change = CHANGES[name]
+    net = layer(nn.Dropout(1.0)) if "mode" in name or name == "number of a part" else layer()
+
+    def run(compile: bool) -> list[Tensor]:
+        result = todist.inner_loop(loss, todist.sgd(lr=0.1), net, [X, X], compile=compile)
+        return [result.losses.detach(), *(p.detach() for p in result.params.parameters())]
+
+    before = both(run)
+    assert made
+    change(net, monkeypatch)
+    assert not torch.equal(both(run)[0], before[0])
+
+
+def test_a_hook_that_is_taken_away_and_one_of_another_module() -> None:
+    net, other = layer(), layer()
+    handles = [module.register_forward_hook(tripled) for module in (net, other)]
+
+    def run(compile: bool) -> list[Tensor]:
+        def loss(net: nn.Module, x: Tensor) -> Tensor:
+            return (net(x) * other(x).detach()).sum()
+
+        return [todist.inner_loop(loss, todist.sgd(lr=0.01), net, [X], compile=compile).losses]
+
+    both(run)
+    for handle in handles:
+        handle.remove()
+        both(run)
+
+
+def test_hooks_for_all_modules_are_refused_by_name() -> None:
+    net = layer()
+
+    def run(compile: bool) -> list[Tensor]:
+        return [todist.inner_loop(output, todist.sgd(lr=0.1), net, [X], compile=compile).losses]
+
+    both(run)
+    handle = nn.modules.module.register_module_forward_hook(tripled)
+    try:
+        with pytest.warns(UserWarning, match="`register_module_forward_hook`"):
+            both(run)
+    finally:
+        handle.remove()
+
+
+def test_a_module_that_gets_a_parametrization() -> None:
+    class Tripled(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return 3 * w
+
+    net = layer()
+
+    def run(compile: bool) -> list[Tensor]:
+        return [todist.inner_loop(output, todist.sgd(lr=0.1), net, [X], compile=compile).losses]
+
+    both(run)
+    nn.utils.parametrize.register_parametrization(net[0], "weight", Tripled())
+    both(run)
+
+
+NUMPYS: dict[str, Any] = {
+    "scalar": (np.float64(2.0), lambda w, x, k: w.sum() * k),
+    "scalar of 32 bits": (np.float32(2.0), lambda w, x, k: w.sum() * k),
+    "array": (np.full(2, 2.0), lambda w, x, k: w.sum() * k[0]),
+    "shape": (np.ones((2, 3)), lambda w, x, k: w.sum() * k.shape[1]),
+    "entry": ([np.float64(2.0)], lambda w, x, k: w.sum() * k[0]),
+    "part": ((np.float64(2.0),), lambda w, x, k: w.sum() * k[0]),
+    "function": (np.sqrt, lambda w, x, k: w.sum() * k(2.0)),
+    "module": (np, lambda w, x, k: w.sum() * k.sqrt(2.0)),
+}
+
+
+@pytest.mark.parametrize("name", NUMPYS)
+def test_what_is_numpys_is_refused_by_name(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    k, loss = NUMPYS[name]
+    w = torch.ones(2, requires_grad=True)
+
+    def run(compile: bool) -> list[Tensor]:
+        result = todist.inner_loop(lambda w, x: loss(w, x, k), todist.sgd(lr=0.1), w, [X, X], compile=compile)
+        return [result.losses, result.params]
+
+    with pytest.warns(UserWarning, match="runs as without it since it reads `.*`, of numpy"):
+        both(run)
+    assert not made
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("batch", [np.float64(2.0), np.full(2, 2.0, np.float32)], ids=["scalar", "array"])
+def test_numpys_batches_are_refused(batch: Any) -> None:
+    w = torch.ones(2, requires_grad=True)
+
+    def run(compile: bool) -> list[Tensor]:
+        given = [(X, batch)] * 2
+        result = todist.inner_loop(
+            lambda w, b: w.sum() * torch.as_tensor(b[1]).sum(), todist.sgd(lr=0.1), w, given, compile=compile
+        )
+        return [result.losses, result.params]
+
+    with pytest.warns(UserWarning, match="it reads its batch, of numpy"):
+        both(run)
+    assert not made
+
+
+def indexed(w: Tensor, batch: Any, of: Tensor) -> Tensor:
+    x, i = batch
+    return (of.sigmoid()[i] * (w * x - 1) ** 2).sum()
+
+
+INDICES: dict[str, Callable[[], Any]] = {
+    "tensors": lambda: [(X[0] + i, torch.tensor(i)) for i in range(6)],
+    "negative tensors": lambda: [(X[0] + i, torch.tensor(-1 - i)) for i in range(6)],
+    "numbers": lambda: [(X[0] + i, i) for i in range(6)],
+    "a function": lambda: lambda step: (X[0] + step, step),
+    "random tensors": lambda: lambda _: (X[0], torch.randint(0, 6, ())),
+    "vectors": lambda: [(X[0] + i, torch.tensor([i, 5 - i])) for i in range(6)],
+}
+
+
+@pytest.mark.parametrize("adjoint", [todist.Replayed(), todist.Recorded()], ids=repr)
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_of_a_batch_are_one_program(name: str, adjoint: Any) -> None:
+    w = torch.ones(1, requires_grad=True)
+    meta = torch.linspace(-1, 1, 6, requires_grad=True)
+
+    def run(compile: bool) -> list[Tensor]:
+        result = todist.inner_loop(
+            lambda w, batch: indexed(w, batch, meta),
+            todist.adam(lr=0.1),
+            w,
+            INDICES[name](),
+            steps=6,
+            meta=meta,
+            seed=1,
+            adjoint=adjoint,
+            compile=compile,
+        )
+        return [result.losses.detach(), *torch.autograd.grad(result.params.sum(), (w, meta))]
+
+    both(run)
+    assert len(made) <= 3  # a step, its derivative, and that of the first one, however many steps there are
+
+
+SELECTIONS: Sequence[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda x, i: x[i],
+    lambda x, i: x[:, i],
+    lambda x, i: x[..., i],
+    lambda x, i: x[i, 1],
+    lambda x, i: x[1, i, None],
+    lambda x, i: x[None, i, ..., i],
+    lambda x, i: x[i, i, i],
+    lambda x, i: x[i : i + 1],
+]
+
+
+@pytest.mark.parametrize("number", range(len(SELECTIONS)))
+def test_a_tensor_that_is_an_index_selects_what_its_number_does(number: int) -> None:
+    select = SELECTIONS[number]
+    w = torch.arange(27.0).reshape(3, 3, 3).requires_grad_()
+
+    def run(compile: bool) -> list[Tensor]:
+        result = todist.inner_loop(
+            lambda w, i: (select(w, i) ** 2).sum(),
+            todist.sgd(lr=0.01),
+            w,
+            [torch.tensor(1), torch.tensor(-2, dtype=torch.int32)],
+            compile=compile,
+        )
+        return [result.losses.detach(), result.params.detach()]
+
+    both(run)
+
+
+def test_a_whole_number_that_decides_is_part_of_the_key() -> None:
+    w = torch.ones(2, requires_grad=True)
+
+    def loss(w: Tensor, n: int) -> Tensor:
+        return sum((w ** (k + 1)).sum() for k in range(n)) * (3 if n > 2 else 1)  # type: ignore[return-value]
+
+    def run(compile: bool) -> list[Tensor]:
+        result = todist.inner_loop(loss, todist.sgd(lr=0.01), w, [1, 2, 3, 1, True], compile=compile)
+        return [result.losses, result.params]
+
+    both(run)
+
+
+def test_other_numbers_of_batches_get_two_programs() -> None:
+    w = torch.ones(2, requires_grad=True)
+
+    def run(compile: bool) -> list[Tensor]:
+        given = [(X, factor) for factor in (0.5, 1.5, 2.5, 0.5, 3.5)]
+        result = todist.inner_loop(
+            lambda w, b: b[1] * (w**2).sum(), todist.sgd(lr=0.01), w, given, compile=compile
+        )
+        return [result.losses, result.params]
+
+    with pytest.warns(UserWarning, match="none of the first 2, since each needs a program"):
+        both(run)
+    assert len(made) == 2
+
+
+def test_one_kind_too_many_switches_no_other_off(caplog: pytest.LogCaptureFixture) -> None:
+    w = torch.ones(2, requires_grad=True)
+    calls = []
+
+    def run(rate: float, compile: bool) -> list[Tensor]:
+        def loss(w: Tensor) -> Tensor:
+            return (w**2).sum()
+
+        def counted(w: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                calls.append(rate)
+            return loss(w)
+
+        result = todist.inner_loop(counted, todist.sgd(lr=rate), w, 5, compile=compile)
+        return [result.losses, result.params]
+
+    limit = torch._dynamo.config.recompile_limit
+    rates = [0.01 * (place + 1) for place in range(limit + 2)]
+    for rate in rates[:limit]:
+        both(functools.partial(run, rate))
+    assert len(made) == limit
+    with pytest.warns(
+        UserWarning, match=r"`torch._dynamo.config.recompile_limit` .*the last one for `.* == 0\.08"
+    ):
+        both(functools.partial(run, rates[limit]))
+    both(functools.partial(run, rates[limit + 1]))  # said once
+    calls.clear()
+    run(rates[0], True)
+    assert len(calls) == 1  # to see which parameters the loss uses
+    assert not [record for record in caplog.records if "limit" in record.getMessage()]
