@@ -150,12 +150,11 @@ def test_without_the_name_hooks_run_and_the_clone_stays(monkeypatch: pytest.Monk
     assert given
 
 
-def test_hooks_for_all_modules_are_noticed_unless_torch_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not private.has_global_hook()
+def test_hooks_for_all_modules_are_noticed() -> None:
+    assert not private.hooks_of_all_modules()
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert private.has_global_hook()
-        monkeypatch.delattr(nn.modules.module, "_has_any_global_hook")
-        assert not private.has_global_hook()
+        assert private.hooks_of_all_modules()
     finally:
         handle.remove()
+    assert not private.hooks_of_all_modules()

@@ -114,15 +114,6 @@ def has_forward_hook(module: nn.Module, hook: Any) -> bool:
     return hook in getattr(module, "_forward_hooks", {}).values()
 
 
-def has_global_hook() -> bool:
-    """Whether hooks are called for all modules there are, as ``register_module_forward_hook`` registers them.
-
-    Without the name the answer is no: a compiled loop leaves out such hooks that were registered after its first steps.
-    """
-    asked: Any = getattr(torch.nn.modules.module, "_has_any_global_hook", bool)
-    return bool(asked())
-
-
 def _missing(module: nn.Module, name: str) -> RuntimeError:
     if isinstance(module, torch.jit.ScriptModule):
         return RuntimeError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._programs import CompileMode, Program
 from torchopt_dist._random_turns import Turn
-from torchopt_dist._torch_private import has_global_hook, transforms_are_active
+from torchopt_dist._torch_private import hooks_of_all_modules, transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.core.binding import Bindings, Bound, is_numpys
@@ -290,7 +290,7 @@ def _why_not(names: Bindings) -> str | None:
     """Why a loop whose functions have these names is not compiled, if it is not."""
     if transforms_are_active():
         return "inside of torch.func's transforms"
-    if has_global_hook():
+    if hooks_of_all_modules():
         return "while hooks are registered for all modules, as by `register_module_forward_hook`"
     if (name := names.name_of_numpy()) is not None:
         return _OF_NUMPY.format(f"`{name}`")

@@ -121,7 +121,7 @@ class CompiledTask:
 
         with lock:
             try:
-                slots, buffers = self._buffers(leaves, mapped, rebuild)
+                slots, buffers = self._buffers_of(leaves, mapped, rebuild)
                 names = _names(optree.tree_structure(places, none_is_leaf=True))
                 given = zip(names, leaves, strict=True)
                 named = (
@@ -132,7 +132,7 @@ class CompiledTask:
                 programs = self._variants.of(meaning)
             except (
                 Exception
-            ) as reason:  # also of a class that cannot be asked, as an uninitialized parameter's
+            ) as reason:  # that of a class that cannot be asked, such as an uninitialized parameter's, too
                 self._variants.tell(reason)
             else:
                 function, _, *leaves = meaning.things
@@ -159,7 +159,7 @@ class CompiledTask:
                 return value, {old.key: new for old, new in changed if differs(old.tensor, new)}
         return otherwise()
 
-    def _buffers(
+    def _buffers_of(
         self, leaves: list[Any], mapped: Sequence[int], rebuild: Callable[[Any], Any]
     ) -> tuple[list[Slot], list[Place]]:
         """Where the buffers are that the function returns, and themselves."""
