@@ -130,9 +130,8 @@ class CompiledTask:
                 )
                 meaning = Meaning(self._variants.family, (*named, *given))
                 programs = self._variants.of(meaning)
-            except (
-                Exception
-            ) as reason:  # that of a class that cannot be asked, such as an uninitialized parameter's, too
+            except Exception as reason:
+                # That of a class that cannot be asked, such as an uninitialized parameter's, is among these.
                 self._variants.tell(reason)
             else:
                 function, _, *leaves = meaning.things
