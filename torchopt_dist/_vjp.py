@@ -13,12 +13,12 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import OptionalTensor
 
-__all__ = ["Tensors", "plus", "pull", "pulled_back", "refuse_forward_mode", "takes_duals", "vjp"]
+__all__ = ["Tensors", "edges", "plus", "pull", "pulled_back", "refuse_forward_mode", "takes_duals", "vjp"]
 
 Tensors: TypeAlias = list[Tensor]
 
@@ -77,8 +77,13 @@ def pull(
     ]
 
 
+def edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Where the graphs of tensors end, ``None`` for one that has none; the tensors themselves may then be freed."""
+    return [get_gradient_edge(x) if x.requires_grad else None for x in tensors]
+
+
 def pulled_back(
-    outputs: Sequence[OptionalTensor],
+    outputs: Sequence[OptionalTensor] | Sequence[GradientEdge | None],
     bars: Sequence[OptionalTensor],
     inputs: Sequence[Tensor],
     *,
@@ -87,15 +92,14 @@ def pulled_back(
 ) -> list[OptionalTensor]:
     """Gradients of outputs, ``None`` for zero → gradients of inputs, ``None`` for one that is not used.
 
-    An output that is ``None``, or that has no graph, is left out. The graphs are as with ``torch.autograd.grad``. Only
-    edges of the graph are held of the outputs: what nobody else holds is freed before.
+    An output that is ``None``, or that has no graph, is left out. The graphs are as with ``torch.autograd.grad``. An
+    output may be an edge, see :func:`edges`.
     """
     pairs = [
-        (get_gradient_edge(x), bar)
+        (x, bar)
         for x, bar in zip(outputs, bars, strict=True)
-        if x is not None and bar is not None and x.requires_grad
+        if x is not None and bar is not None and (isinstance(x, GradientEdge) or x.requires_grad)
     ]
-    del outputs
     if not pairs or not inputs:
         return [None] * len(inputs)
     values, weights = zip(*pairs, strict=True)

@@ -22,7 +22,7 @@ from torchopt_dist._formulas.attention import without_fast_path
 from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
-from torchopt_dist._vjp import plus, pulled_back
+from torchopt_dist._vjp import edges, plus, pulled_back
 from torchopt_dist.core.second_order import refuse_left_out, why_not_twice, with_refusal
 from torchopt_dist.core.substitution import Substitute
 from torchopt_dist.diff.adjoints._autocast import forget_casts
@@ -237,7 +237,9 @@ class Loop:
         if look is not None:
             look(after, [*inputs, *leaves, *self.declared, *(self.others or ())], update)
         refuse_left_out(after, [*inputs, *leaves])
-        of_update = pulled_back(_handed_over(after), bars_of_update, [*inputs, *leaves])
+        ends_of_update = edges(after)
+        del after
+        of_update = pulled_back(ends_of_update, bars_of_update, [*inputs, *leaves])
         ends = [*grads, found.loss]
         refuse_left_out(ends, inputs)
         of_loss = pulled_back(ends, [*of_update[len(inputs) :], bar_of_loss], inputs)
@@ -505,13 +507,6 @@ class Loop:
         for place, grad in zip(self.model.moved_places, found, strict=True):
             grads[place] = grad
         return grads
-
-
-def _handed_over(tensors: list[Tensor]) -> list[Tensor]:
-    """The same list, so that nobody else holds what is in it."""
-    handed = tensors[:]
-    tensors.clear()
-    return handed
 
 
 def _has_history(state: OptState) -> bool:
