@@ -82,9 +82,12 @@ from tests.distributed.life.test_allocator import faults, use_much
 
 todist.auto_init_rpc()(use_much)()
 use_much()
-before = faults()
-use_much()
-print(faults() - before)
+found = []
+for _ in range(3):  # a block that something else has taken meanwhile is another one's place from then on
+    before = faults()
+    use_much()
+    found.append(faults() - before)
+print(min(found))
 """
 
 
