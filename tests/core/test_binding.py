@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchopt_dist.core.binding import Bindings, Bound, bind
+from torchopt_dist.core.binding import Bindings, bind
+from torchopt_dist.core.bound import Bound
 
 SETUP = """
 import dataclasses, functools, torch

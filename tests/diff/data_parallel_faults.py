@@ -272,13 +272,15 @@ def alone_in_something() -> dict[str, Any]:
     return found
 
 
-class _FailsTwice(torch.autograd.Function):
-    """The identity, whose second derivative raises an error on rank 1."""
-
+class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The identity."""
+        """The same values."""
         return x.clone()
+
+
+class _FailsTwice(_Identity):
+    """Its second derivative raises an error on rank 1."""
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> Any:
@@ -286,13 +288,8 @@ class _FailsTwice(torch.autograd.Function):
         return _Fails.apply(bar)
 
 
-class _Fails(torch.autograd.Function):
-    """The identity, whose derivative raises an error on rank 1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The identity."""
-        return x.clone()
+class _Fails(_Identity):
+    """Its derivative raises an error on rank 1."""
 
     @staticmethod
     def backward(ctx: Any, bar: Tensor) -> Tensor:

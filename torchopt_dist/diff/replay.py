@@ -242,9 +242,8 @@ class _Replay:
         rest = segment.rest
         for part in self.parts(segment):  # its derivative begins with the first step
             part = replace(part, rest=rest)
-            after = self.plain(part, now)
-            *now, of_part = self.node(part, [*now, *declared], after.values)
-            rest = after.rest
+            values, rest = self.plain(part, now)
+            *now, of_part = self.node(part, [*now, *declared], values)
             losses.append(of_part)
         return [*now, torch.cat(losses)]
 
@@ -254,15 +253,15 @@ class _Replay:
         self.compare(unit.first, *outcome.losses)
         return [*self.tensors(outcome.carry), torch.stack(outcome.losses)]
 
-    def plain(self, part: _Segment, tensors: Sequence[Tensor]) -> _After:
-        """Run a segment without a graph."""
+    def plain(self, part: _Segment, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Carry]:
+        """Run a segment without a graph: its values, and what else it ends with."""
         with torch.no_grad():
             loop = self.loop.without_stop()
             begin = loop.own(self.carry([x.detach() for x in tensors], part.rest))
             outcome = loop.run(loop.training_step, begin, part.first, part.end)
             self.compare(part.first, *outcome.losses)
             values = [*self.tensors(outcome.carry), torch.stack(outcome.losses)]
-            return _After(values, self.rest(outcome.carry))
+            return values, self.rest(outcome.carry)
 
     def pull(
         self,
@@ -373,14 +372,6 @@ class _Replay:
 _NOTHING: Any = None
 
 
-@dataclass
-class _After:
-    """What a segment has made."""
-
-    values: list[Tensor]
-    rest: Carry
-
-
 class _Back:
     """The way back through a segment, of which there is no graph: from its last unit to the first one.
 
@@ -409,10 +400,7 @@ class _Back:
             part = replace(part, rest=rest)
             starts.append((part, replay.kept(now) if starts else partial(list, now)))
             if part.end < segment.end:
-                after = replay.plain(part, now)
-                *now, _losses = after.values
-                rest = after.rest
-                del after
+                (*now, _losses), rest = replay.plain(part, now)
         del now  # only `starts` has it, until it is used
         while starts:
             part, give = starts.pop()

@@ -26,7 +26,8 @@ from torchopt_dist._torch_private import (
     transforms_are_active,
 )
 from torchopt_dist._vjp import Tensors, pull, refuse_forward_mode, takes_duals
-from torchopt_dist.core.binding import Bound, bind
+from torchopt_dist.core.binding import bind
+from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.substitution import Edge, OnlyThese, StandIns, Substitute, Watch, edge_of
 from torchopt_dist.linear_solve._operator import LinearOperator, Product
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist._types import TensorTree
-from torchopt_dist.core.binding import Bound
+from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.substitution import StandIns, Substitute, Watch
 from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve.solver import Solver

@@ -20,7 +20,9 @@ from torchopt_dist._random_turns import Turn
 from torchopt_dist._torch_private import hooks_of_all_modules, transforms_are_active
 from torchopt_dist._types import OptionalTensor, OptState
 from torchopt_dist._vjp import plus, pulled_back
-from torchopt_dist.core.binding import Bindings, Bound, is_numpys
+from torchopt_dist.core.binding import Bindings
+from torchopt_dist.core.bound import Bound
+from torchopt_dist.core.code_names import is_numpys
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, UpdateLookFn, WatchFn
 from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop

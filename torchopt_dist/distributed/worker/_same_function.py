@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist._torch_private import hooks_of_all_modules, name_of_op, original_of
-from torchopt_dist.core.binding import is_installed, reads
+from torchopt_dist.core.code_names import is_installed, reads, top_package
 
 __all__ = ["Family", "Meaning", "RefusedError"]
 
@@ -308,7 +308,7 @@ class Meaning:
         defaults = self._visit(function.__defaults__, place), self._visit(function.__kwdefaults__, place)
         if is_sent:
             made.__defaults__, made.__kwdefaults__ = defaults
-        is_users = is_sent or not is_installed(module.partition(".")[0])
+        is_users = is_sent or not is_installed(top_package(module))
         if is_users:
             self._entries(vars(made), place, is_object=True)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -356,7 +356,7 @@ def _is_library(thing: Any) -> bool:
     if _is_of_c(thing):
         return True
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
-    return isinstance(name, str) and is_installed(name.partition(".")[0])
+    return isinstance(name, str) and is_installed(top_package(name))
 
 
 def _consists_of_attributes(cls: type) -> bool:
