@@ -32,7 +32,7 @@ PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 $(BIN)/python -m pytest -
 # What computes, and the tests of calls and launches that promise equal bits; and how torch, oneDNN and MKL are told to
 # compute as on another processor.
 COMPUTING = tests/diff tests/ops tests/optim tests/transform tests/linalg tests/linear_solve tests/nonlinear_solve tests/schedule \
-	tests/nn tests/checkpoint tests/docs/test_examples.py tests/formulas/test_normalization.py tests/test_random_turns.py \
+	tests/nn tests/checkpoint tests/docs/test_examples.py tests/formulas/test_normalization.py tests/core/test_random_turns.py \
 	$(shell grep -rlE "torch\.equal|bit for bit" tests/distributed tests/launch --include="test_*.py")
 AS ?= ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=avx2,MKL_ENABLE_INSTRUCTIONS=AVX2 \
 	MKL_CBWR=COMPATIBLE MKL_CBWR=SSE4_2,MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=AVX2

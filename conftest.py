@@ -43,7 +43,7 @@ LONGEST_FIRST = (
     "tests/optim/test_every_optimizer.py",
     "tests/faults",
     "tests/distributed",
-    "tests/test_network.py",
+    "tests/process/test_network.py",
     "tests/docs",
     "tests/optim",
     "tests/ops",

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchopt_dist as todist
-from torchopt_dist._formulas.attention import attention_by_formula
+from torchopt_dist.formulas.attention import attention_by_formula
 
 LENGTHS = (2048, 4096, 8192)
 WIDTH = 64

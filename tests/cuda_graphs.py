@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchopt_dist import _programs
+from torchopt_dist.core import programs
 
-HOW_TO_COMPILE = _programs.how_to_compile
+HOW_TO_COMPILE = programs.how_to_compile
 
 
 def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -27,7 +27,7 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(graph)
         return _Captured(graph)
 
-    monkeypatch.setattr(_programs, "how_to_compile", HOW_TO_COMPILE)
+    monkeypatch.setattr(programs, "how_to_compile", HOW_TO_COMPILE)
     monkeypatch.setattr("torch._inductor.compile", compile)
     return made
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from torchopt_dist import _random_turns
+from torchopt_dist.core import random_turns
 from torchopt_dist.distributed.group import chunks, progress
 from torchopt_dist.distributed.life import interruption
 from torchopt_dist.distributed.membership import hub, listener, replacements
@@ -18,9 +18,9 @@ PLACES: dict[str, ModuleType] = {
     "GRACE_SECONDS": interruption,
     "OLD_SECONDS": replacements,
     "OVER": chunks,
-    "QUIET": _random_turns,
+    "QUIET": random_turns,
     "RETRY_SECONDS": listener,
-    "SHORT_PATIENCE": _random_turns,
+    "SHORT_PATIENCE": random_turns,
     "SHORT_SECONDS": receiver,
     "SHUTDOWN_SECONDS": shutdown,
     "TELL_SECONDS": progress,

@@ -8,7 +8,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torchopt_dist import (
-    _missing_names,
     data,
     diff,
     errors,
@@ -24,9 +23,9 @@ from torchopt_dist import (
     typing,
     visual,
 )
-from torchopt_dist._liveness import Liveness
-from torchopt_dist._team import team
+from torchopt_dist.arguments.missing_names import missing_name, tell_missing_names
 from torchopt_dist.checkpoint import Checkpointer
+from torchopt_dist.collectives.team import team
 from torchopt_dist.core.rematerialized import remat
 from torchopt_dist.diff import adjoints
 from torchopt_dist.diff.adjoints import (
@@ -136,6 +135,7 @@ from torchopt_dist.optim import (
     rmsprop,
     sgd,
 )
+from torchopt_dist.process.liveness import Liveness
 from torchopt_dist.scalars import scalar_writer
 from torchopt_dist.transform import chain
 
@@ -290,9 +290,9 @@ if not TYPE_CHECKING:  # which would take every name for one that exists
 
         if name in _second_names.SECOND_NAMES:
             return _second_names.SECOND_NAMES[name]
-        raise _missing_names.missing_name(__name__, name, __all__, _PLACES)
+        raise missing_name(__name__, name, __all__, _PLACES)
 
-    _PLACES = _missing_names.tell_missing_names(
+    _PLACES = tell_missing_names(
         *(
             transform,
             typing,

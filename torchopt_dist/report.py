@@ -17,10 +17,10 @@ import psutil
 import torch
 
 import torchopt_dist
-from torchopt_dist import _network
 from torchopt_dist.launching._cluster import find_hosts, name_hosts
 from torchopt_dist.launching._machine import is_this_machine
 from torchopt_dist.ops import library
+from torchopt_dist.process import network
 
 __all__ = ["SECTIONS", "Value", "collect", "to_json", "to_text"]
 
@@ -176,16 +176,16 @@ def _interfaces() -> Value:
 def _route(host: str) -> str | None:
     """The address that packets to a host leave from."""
     try:
-        return _network.local_address(host)
+        return network.local_address(host)
     except OSError:
         return None
 
 
 def _interface_variables(host: str) -> dict[str, Value]:
     """The variables that ``auto_init_rpc`` would set if rank 0 were at a host. The environment stays as it is."""
-    before = {name: os.environ.get(name) for name in _network.VARIABLES}
+    before = {name: os.environ.get(name) for name in network.VARIABLES}
     try:
-        _network.choose_interface(host)
+        network.choose_interface(host)
         return {name: os.environ.get(name, "not set, since no interface routes there") for name in before}
     finally:
         for name, value in before.items():

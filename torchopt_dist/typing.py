@@ -1,7 +1,8 @@
 """What annotations need: the kinds of arguments, and the classes of what functions of ``torchopt_dist`` return."""
 
-from torchopt_dist._team import Team
-from torchopt_dist._types import (
+from torchopt_dist.checkpoint import Restored
+from torchopt_dist.collectives.team import Team
+from torchopt_dist.core.types import (
     Args,
     CopyMode,
     Device,
@@ -25,7 +26,6 @@ from torchopt_dist._types import (
     TensorTree,
     Updates,
 )
-from torchopt_dist.checkpoint import Restored
 from torchopt_dist.diff.inner_loop import InnerLoopResult
 from torchopt_dist.distributed import (
     MirroredModule,

@@ -23,9 +23,9 @@ import optree
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torchopt_dist._deep_graphs import make_freeable
-from torchopt_dist._options import hinted
-from torchopt_dist._types import TensorTree
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.deep_graphs import make_freeable
+from torchopt_dist.core.types import TensorTree
 from torchopt_dist.nn.module_state import ModuleState
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 import torchopt_dist as todist
 from tests.core.cubes import Cube
-from torchopt_dist._functional import replaced
+from torchopt_dist.core.functional import replaced
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 
 Fn = Callable[..., Any]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.diff.data_parallel_cases import steps_of
 from torchopt_dist import pytree
-from torchopt_dist._watched_group import TookTooLongError
+from torchopt_dist.collectives.watched_group import TookTooLongError
 
 
 def _of_ones(module: nn.Module) -> None:

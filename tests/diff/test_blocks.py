@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torchopt_dist as todist
 from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import ADJOINTS, OPTIMIZERS, Problem, gradients
-from torchopt_dist import _free_memory
+from torchopt_dist.process import free_memory
 
 D = torch.float64
 RECORDED = todist.Recorded()
@@ -479,7 +479,7 @@ def test_memory_grows_with_the_blocks_by_their_boundaries(samples):
     assert growth[1] / 6 < 4 * samples * sizes
 
 
-@pytest.mark.skipif(_free_memory.glibc() is None, reason="needs glibc's allocator")
+@pytest.mark.skipif(free_memory.glibc() is None, reason="needs glibc's allocator")
 def test_free_pages_between_tensors_that_stay_are_given_back(monkeypatch):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     x = torch.ones(1, 2)
@@ -500,10 +500,10 @@ def test_free_pages_between_tensors_that_stay_are_given_back(monkeypatch):
             ctypes.memset(one, 1, 100_000)
         for one in held[::2]:
             library.free(one)
-        monkeypatch.setattr(_free_memory, "_resident_then", 0)
-        before = _free_memory.resident()
+        monkeypatch.setattr(free_memory, "_resident_then", 0)
+        before = free_memory.resident()
         adapt(adjoint)
-        less = before - _free_memory.resident()
+        less = before - free_memory.resident()
         for one in held[1::2]:
             library.free(one)
         return less

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
 from tests.diff.adjoint_table import ALL, OPTIMIZERS, Problem, gradients
-from torchopt_dist import _programs
+from torchopt_dist.core import programs
 from torchopt_dist.diff.compiled import _program
 
 pytestmark = [
@@ -45,7 +45,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     of_table = "optimizer" in request.node.name
     if not (request.node.name == "test_kernels" or (of_table and MORE)):
         backend = "eager" if of_table else "aot_eager"
-        monkeypatch.setattr(_programs, "how_to_compile", lambda _constant, **_: {"backend": backend})
+        monkeypatch.setattr(programs, "how_to_compile", lambda _constant, **_: {"backend": backend})
     _program._program.cache_clear()
     torch.compiler.reset()
     with warnings.catch_warnings():
@@ -488,7 +488,7 @@ def test_without_a_cpp_compiler_the_loop_runs_as_it_is(monkeypatch: pytest.Monke
     def no_compiler(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(_programs, "how_to_compile", lambda _constant, **_: {"backend": no_compiler})
+    monkeypatch.setattr(programs, "how_to_compile", lambda _constant, **_: {"backend": no_compiler})
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     with pytest.warns(
         UserWarning, match=r"No working C\+\+ compiler found \(install one, .*`apt install g\+\+`"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist import _programs
+from torchopt_dist.core import programs
 from torchopt_dist.diff.compiled import _program
 
 pytestmark = [
@@ -38,7 +38,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.append(graph)
         return graph
 
-    monkeypatch.setattr(_programs, "_inductor", noted)
+    monkeypatch.setattr(programs, "_inductor", noted)
     _program._program.cache_clear()
     torch.compiler.reset()
     made.clear()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import torchopt_dist as todist
 from tests.processes import torchrun
-from torchopt_dist._watched_group import WatchedGroup
+from torchopt_dist.collectives.watched_group import WatchedGroup
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
 from torchopt_dist.diff.adjoints._signs import Signs
 

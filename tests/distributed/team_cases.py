@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torchopt_dist as todist
-from torchopt_dist import _watched_group
+from torchopt_dist.collectives import watched_group
 from torchopt_dist.distributed import _team_group as teams
 
 TASKS, EXAMPLES = 3, 8
@@ -171,7 +171,7 @@ def on_four() -> dict[str, Any] | None:
     """All cases, on four workers."""
     torch.set_num_threads(1)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tasks", "data"))
-    teams.LEFT_SECONDS = _watched_group.LEFT_SECONDS = 0.5
+    teams.LEFT_SECONDS = watched_group.LEFT_SECONDS = 0.5
     todist.barrier()
     return _cases(mesh) if todist.get_rank() == 0 else None
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
-from torchopt_dist._future import Future
 from torchopt_dist.distributed.group.spans import Span
 from torchopt_dist.distributed.profile import _clocks, _lanes_of
 from torchopt_dist.errors import NotInitializedError
+from torchopt_dist.process.future import Future
 
 
 def noisy_loss(weight, x):

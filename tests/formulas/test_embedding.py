@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
-from torchopt_dist._formulas import formulas_in_transforms
+from torchopt_dist.formulas import formulas_in_transforms
 
 D = torch.float64
 INDICES = torch.tensor([[0, 1, 1, 4], [2, 1, 3, 1], [4, 4, 0, 2]])

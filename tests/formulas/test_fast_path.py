@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.backends import mha
 
 import torchopt_dist as todist
-from torchopt_dist._formulas.attention import without_fast_path
+from torchopt_dist.formulas.attention import without_fast_path
 
 TASKS = 3
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist._formulas import formulas_in_transforms
+from torchopt_dist.formulas import formulas_in_transforms
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 
 D = torch.float64

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist._formulas import formulas_in_transforms
+from torchopt_dist.formulas import formulas_in_transforms
 
 D = torch.float64
 TASKS = 3
@@ -51,7 +51,7 @@ def test_a_step_of_torch_func_grad_has_the_gradient_of_a_loop(name):
 
     if torch.__version__.startswith(
         "2.13."
-    ):  # if a later one is right, `torchopt_dist/_formulas/batch_norm.py` can go
+    ):  # if a later one is right, `torchopt_dist/formulas/batch_norm.py` can go
         by_torch = torch.autograd.grad(torch.vmap(task)(xs).sum(), params)
         assert not torch.allclose(by_torch[0], expected[0])
 

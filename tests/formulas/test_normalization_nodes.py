@@ -77,7 +77,7 @@ def test_weight_norm_has_the_derivatives_of_its_formula(shape, dim):
     expected = third(lambda g, v: formula(g, v), torchs)
     torch.testing.assert_close(third(kind, recorded_gradients), expected, rtol=1e-9, atol=1e-10)
     if torch.__version__.startswith("2.13.") and dim in (0, 2) and shape[0] > 1:
-        # if a later one is right, `torchopt_dist/_formulas/weight_norm.py` can go
+        # if a later one is right, `torchopt_dist/formulas/weight_norm.py` can go
         assert not torch.allclose(third(kind, torchs)[3], expected[3])
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist._formulas import tiled_attention
-from torchopt_dist._formulas.attention import attention_by_formula
+from torchopt_dist.formulas import tiled_attention
+from torchopt_dist.formulas.attention import attention_by_formula
 
 D = torch.float64
 F: Any = nn.functional

@@ -18,7 +18,7 @@ from tests.diff.adjoint_table import ALL, Problem
 from tests.gpu.device import DEVICE, needs_gpu, on_device
 from tests.gpu.record import told
 from tests.gpu.syncs import waits
-from torchopt_dist import _programs
+from torchopt_dist.core import programs
 from torchopt_dist.diff.compiled import _program
 
 COMPILED = ("recorded", "replayed", "truncated", "first order", "finite difference", "SAMA")
@@ -50,7 +50,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=looked_through)
-    monkeypatch.setattr(_programs, "how_to_compile", lambda _constant, **_: {"backend": backend})
+    monkeypatch.setattr(programs, "how_to_compile", lambda _constant, **_: {"backend": backend})
     _program._program.cache_clear()
     torch.compiler.reset()
     return found
@@ -73,7 +73,7 @@ def test_compiled_steps_have_nothing_that_a_capture_forbids(optimizer: str, grap
 def test_what_is_forbidden_is_found(graphs: list[list[str]]) -> None:
     compiled = torch.compile(
         lambda x: x[x > 0].sum() + x.to("meta").sum().new_zeros((), device=x.device),
-        **_programs.how_to_compile(()),
+        **programs.how_to_compile(()),
     )
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled(torch.ones(3))

@@ -14,7 +14,7 @@ import pytest
 from tests.launch.slurm_cluster import NEEDS_SLURM
 from tests.processes import ROOT
 from tests.waits import wait_until
-from torchopt_dist._slurm_lists import expand_nodes
+from torchopt_dist.process.slurm_lists import expand_nodes
 
 pytestmark = [NEEDS_SLURM, pytest.mark.timeout(240)]
 

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.launching._messages import Alive, Output, Raised, Stop
 from torchopt_dist.launching._stream import FULL, FrameReader, Stream, frame
+from torchopt_dist.pickling.serialized_exception import SerializedException
 
 pytestmark = pytest.mark.timeout(60)
 

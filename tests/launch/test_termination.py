@@ -15,9 +15,9 @@ import pytest
 from tests.launch.families import assert_gone, start_program
 from tests.processes import ON_TWO, start_python
 from tests.waits import say, watch
-from torchopt_dist._signals import TERMINATED
 from torchopt_dist.launching import _agent as agent
 from torchopt_dist.launching.launcher import ended_in_order
+from torchopt_dist.process.signals import TERMINATED
 
 pytestmark = pytest.mark.timeout(60)
 

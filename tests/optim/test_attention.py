@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchopt_dist as todist
-from torchopt_dist._formulas.attention import attention_by_formula
+from torchopt_dist.formulas.attention import attention_by_formula
 
 X = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

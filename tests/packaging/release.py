@@ -34,7 +34,7 @@ SMOKE = (
     "tests/distributed/test_short_requests.py",
     "tests/torch_private",
     "tests/formulas/test_normalization.py",
-    "tests/test_random_turns.py",
+    "tests/core/test_random_turns.py",
     "tests/formulas/test_normalization_nodes.py",
     "tests/test_command.py",
 )

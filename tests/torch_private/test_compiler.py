@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchopt_dist import _torch_private as private
+from torchopt_dist import torch_private as private
 
 config = pytest.importorskip("torch._dynamo.config")
 

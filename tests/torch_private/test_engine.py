@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchopt_dist import _torch_private as private
+from torchopt_dist import torch_private as private
 
 
 def test_nodes_keep_torchs_order_without_sequence_numbers() -> None:

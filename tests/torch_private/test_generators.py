@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchopt_dist import _torch_private as private
+from torchopt_dist import torch_private as private
 
 
 def test_a_queued_seed_takes_the_place_of_the_earlier_and_can_be_taken_back(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import torchopt_dist as todist
-from torchopt_dist import _torch_private as private
+from torchopt_dist import torch_private as private
 
 
 def missing(_: object) -> Any:

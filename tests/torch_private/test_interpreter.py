@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.processes import python
-from torchopt_dist import _torch_private as private
-from torchopt_dist._torch_private import interpreter
+from torchopt_dist import torch_private as private
+from torchopt_dist.torch_private import interpreter
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torchopt_dist"
 
@@ -59,7 +59,7 @@ def test_phases_are_no_ranges_where_the_profiler_cannot_be_asked(
 
 
 def test_an_interpreter_has_no_options_where_they_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "from torchopt_dist._torch_private import interpreter_flags; print(interpreter_flags())"
+    program = "from torchopt_dist.torch_private import interpreter_flags; print(interpreter_flags())"
     command = [sys.executable, "-W", "error::FutureWarning", "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=PACKAGE.parent)
     assert "-Werror::FutureWarning" in ended.stdout, ended.stderr
@@ -94,7 +94,7 @@ def test_finalizers_that_there_are_run_at_the_end_where_they_are_hidden(
 
 FINISH = """
 import atexit, os, sys, threading, time
-from torchopt_dist import _torch_private
+from torchopt_dist import torch_private
 
 if sys.argv[1] == "hidden":
     del threading._shutdown, atexit._run_exitfuncs
@@ -110,7 +110,7 @@ threading.Thread(target=work).start()
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 atexit.register(print, "atexit")
 started.set()
-_torch_private.finish_interpreter()
+torch_private.finish_interpreter()
 sys.stdout.flush()
 os._exit(0)
 """

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
-from torchopt_dist import _torch_private as private
-from torchopt_dist._torch_private import backward_hooks
+from torchopt_dist import torch_private as private
+from torchopt_dist.torch_private import backward_hooks
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
-from torchopt_dist import _torch_private as private
-from torchopt_dist._formulas import formulas_in_transforms
+from torchopt_dist import torch_private as private
+from torchopt_dist.formulas import formulas_in_transforms
 
 
 @pytest.mark.parametrize("hide", [False, True])

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchopt_dist import _torch_private as private
+from torchopt_dist import torch_private as private
 
 FOLDER = Path(str(private.__file__)).parent
 PACKAGE = FOLDER.parent

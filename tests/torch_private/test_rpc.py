@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from torchopt_dist import _torch_private as private
-from torchopt_dist._torch_private import rpc as private_rpc
+from torchopt_dist import torch_private as private
+from torchopt_dist.torch_private import rpc as private_rpc
 
 
 def test_the_default_timeout_stays_where_it_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchopt_dist import _torch_private as private
+from torchopt_dist import torch_private as private
 
 
 class _Thing:

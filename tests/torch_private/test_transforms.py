@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
-from torchopt_dist import _torch_private as private
-from torchopt_dist._torch_private import transforms
+from torchopt_dist import torch_private as private
 from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.ops._adam import adam_
+from torchopt_dist.torch_private import transforms
 
 
 def test_a_wrapped_tensor_is_refused_by_torch_where_it_cannot_be_told(

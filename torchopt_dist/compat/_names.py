@@ -14,9 +14,9 @@ from torch.futures import Future
 
 import torchopt_dist as todist
 from torchopt_dist import transform
-from torchopt_dist._types import OptionalTensor, TensorTree
 from torchopt_dist.compat import _accelerated_op, _orders
 from torchopt_dist.compat._second_names import SECOND_NAMES
+from torchopt_dist.core.types import OptionalTensor, TensorTree
 from torchopt_dist.diff import implicit, zero_order
 
 __all__ = ["CALLS", "FLAT", "NAMES"]

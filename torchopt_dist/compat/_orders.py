@@ -10,7 +10,7 @@ from torch import Tensor
 
 import torchopt_dist as todist
 from torchopt_dist import linear_solve, pytree, transform
-from torchopt_dist._types import Numeric, ScalarOrSchedule
+from torchopt_dist.core.types import Numeric, ScalarOrSchedule
 
 __all__ = ["SGD", "MetaSGD", "UninitializedState", "chain", "nan_to_num", "solve_inv"]
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._versions import Seen
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.code_names import is_numpys
 from torchopt_dist.core.copies import Copies
@@ -33,6 +32,7 @@ from torchopt_dist.core.reached import (
     name_of,
     parts_of,
 )
+from torchopt_dist.core.versions import Seen
 
 __all__ = ["Bindings", "bind"]
 

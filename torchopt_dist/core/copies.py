@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from torchopt_dist._torch_private import original_of
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.reached import CONTAINERS, Node, Place, free_names, is_structure, map_parts, name_of
+from torchopt_dist.torch_private import original_of
 
 __all__ = ["Copies"]
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import attributes_for_forward, original_of
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.code_names import LIBRARIES, is_installed, reads, top_package
+from torchopt_dist.torch_private import attributes_for_forward, original_of
 
 __all__ = [
     "CONTAINERS",

@@ -19,11 +19,11 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization_nodes import is_mended, mend
-from torchopt_dist._torch_private import apply_function, transforms_are_active
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist._vjp import pull
 from torchopt_dist.core.second_order import guarded, nodes_of, refuse_left_out
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.vjp import pull
+from torchopt_dist.formulas.normalization_nodes import is_mended, mend
+from torchopt_dist.torch_private import apply_function, transforms_are_active
 
 __all__ = ["PureFn", "Segment", "apply", "is_node"]
 

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import (
+from torchopt_dist.core.binding import Bindings
+from torchopt_dist.core.remat import apply
+from torchopt_dist.core.substitution import StandIns, Substitute, Watch, edge_of
+from torchopt_dist.core.surroundings import Surroundings
+from torchopt_dist.core.versions import Seen
+from torchopt_dist.torch_private import (
     buffers_of,
     forward_mode_is_active,
     is_functorch_tensor,
     outside_of_transforms,
     transforms_are_active,
 )
-from torchopt_dist._versions import Seen
-from torchopt_dist.core.binding import Bindings
-from torchopt_dist.core.remat import apply
-from torchopt_dist.core.substitution import StandIns, Substitute, Watch, edge_of
-from torchopt_dist.core.surroundings import Surroundings
 
 __all__ = ["remat"]
 

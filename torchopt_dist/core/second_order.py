@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import is_refusal, once_differentiable_name
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.torch_private import is_refusal, once_differentiable_name
 
 __all__ = [
     "explain",

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchopt_dist import pytree
-from torchopt_dist._functional import replaced
-from torchopt_dist._torch_private import (
+from torchopt_dist.core.functional import replaced
+from torchopt_dist.torch_private import (
     entrances_for_tensors,
     is_functorch_tensor,
     next_sequence_number,

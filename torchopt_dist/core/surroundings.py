@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from torchopt_dist._functional import Replacements
-from torchopt_dist._generators import States, have_changed, restore, states
-from torchopt_dist._random_turns import change_generators
-from torchopt_dist._torch_private import entrances_for_tensors
+from torchopt_dist.core.functional import Replacements
+from torchopt_dist.core.generators import States, have_changed, restore, states
+from torchopt_dist.core.random_turns import change_generators
+from torchopt_dist.torch_private import entrances_for_tensors
 
 __all__ = ["Surroundings"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from torchopt_dist._missing_names import missing_methods
-from torchopt_dist._options import hinted
+from torchopt_dist.arguments.missing_names import missing_methods
+from torchopt_dist.arguments.options import hinted
 
 __all__ = ["Task", "TaskSampler"]
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._options import hinted
-from torchopt_dist._team import Team
-from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.collectives.team import Team
 from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Recorded, Replayed, Reptile, Truncated
 from torchopt_dist.diff.adjoints._agreement import agreed
 from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
@@ -25,6 +24,7 @@ from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._rank_group import RankGroup, group_for_loops
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean, owned
 from torchopt_dist.diff.adjoints._shards import ShardedModel, check_elementwise
+from torchopt_dist.torch_private import transforms_are_active
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["DataParallel", "mean_over", "run_together", "sum_over", "vary_over"]

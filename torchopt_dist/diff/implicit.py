@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._options import hinted
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import LinearSolver, OptionalTensor, TensorTree
-from torchopt_dist._vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
+from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.binding import bind
 from torchopt_dist.core.second_order import refuse_left_out
+from torchopt_dist.core.types import LinearSolver, OptionalTensor, TensorTree
+from torchopt_dist.core.vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
 from torchopt_dist.linear_solve.solver import Solver
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Adjoint", "custom_fixed_point", "custom_root"]
 

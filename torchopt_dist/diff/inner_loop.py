@@ -15,14 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._missing_names import missing_methods
-from torchopt_dist._options import unless
-from torchopt_dist._programs import CompileMode, check_mode
-from torchopt_dist._random_turns import draw_seed
-from torchopt_dist._torch_private import forward_mode_is_active
-from torchopt_dist._types import OptState, Params
-from torchopt_dist._vjp import takes_duals
+from torchopt_dist.arguments.missing_names import missing_methods
+from torchopt_dist.arguments.options import unless
 from torchopt_dist.core.binding import Bindings
+from torchopt_dist.core.programs import CompileMode, check_mode
+from torchopt_dist.core.random_turns import draw_seed
+from torchopt_dist.core.types import OptState, Params
+from torchopt_dist.core.vjp import takes_duals
 from torchopt_dist.diff.adjoints import (
     SAMA,
     Adjoint,
@@ -47,6 +46,7 @@ from torchopt_dist.diff.adjoints._model import model_of
 from torchopt_dist.diff.adjoints._stream import Stream
 from torchopt_dist.diff.compiled._loop import compiled
 from torchopt_dist.diff.data_parallel import DataParallel, run_together
+from torchopt_dist.torch_private import forward_mode_is_active
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["InnerLoopResult", "inner_loop"]

@@ -20,9 +20,9 @@ from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 
 from torchopt_dist import pytree
-from torchopt_dist._options import hinted
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import Samplable, SampleFunc
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Samplable, SampleFunc
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Method", "zero_order"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torchopt_dist._options import close_to
+from torchopt_dist.arguments.options import close_to
 from torchopt_dist.distributed.partition import (
     Partition,
     Partitioner,

@@ -16,21 +16,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchopt_dist import _network
-from torchopt_dist._future import Future, as_completed
-from torchopt_dist._random_turns import lent
-from torchopt_dist._team import Team, in_team
-from torchopt_dist._threads import settle_in_thread
-from torchopt_dist._watched_group import (
+from torchopt_dist.collectives.team import Team, in_team
+from torchopt_dist.collectives.watched_group import (
     CONNECT_SECONDS,
     LEFT_SECONDS,
     WatchedGroup,
     registered,
     watched_group,
 )
+from torchopt_dist.core.random_turns import lent
 from torchopt_dist.distributed.calls.gather import gather
 from torchopt_dist.distributed.group.group import Group, answering_group
 from torchopt_dist.errors import CollectiveError, WorkerLostError
+from torchopt_dist.process import network
+from torchopt_dist.process.future import Future, as_completed
+from torchopt_dist.process.threads import settle_in_thread
 
 __all__ = ["Ranks", "as_member", "connected", "end_with", "tell_late"]
 
@@ -44,7 +44,7 @@ def connected(group: Group, ranks: Ranks) -> WatchedGroup:
     if known is not None and not known.has_failed:
         return known
     number = next(group.numbers)
-    host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    host = network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     store = _store_at(host, 0, is_master=True)
     joined = {rank: group.ask(rank, _join, ranks, number, host, store.port) for rank in ranks[1:]}
     joined[group.rank] = Future()  # in a thread, since a worker may be lost while this one waits in C++

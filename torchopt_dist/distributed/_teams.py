@@ -23,12 +23,10 @@ from typing import Any, Self, TypeAlias
 import torch
 import torch.distributed as dist
 
-from torchopt_dist._future import Future
-from torchopt_dist._random_turns import draw_seed_returnable, lent, seed_of_task
-from torchopt_dist._team import team
-from torchopt_dist._threads import settle_by
-from torchopt_dist._types import Args, KwArgs
-from torchopt_dist._watched_group import WatchedGroup
+from torchopt_dist.collectives.team import team
+from torchopt_dist.collectives.watched_group import WatchedGroup
+from torchopt_dist.core.random_turns import draw_seed_returnable, lent, seed_of_task
+from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed._team_group import Ranks, as_member, connected, end_with, tell_late
 from torchopt_dist.distributed.balance import spread as spread_evenly
 from torchopt_dist.distributed.calls import spread
@@ -48,6 +46,8 @@ from torchopt_dist.distributed.reduce import check_reducer
 from torchopt_dist.distributed.worker import execute
 from torchopt_dist.distributed.worker.one_value import one_value
 from torchopt_dist.errors import CollectiveError
+from torchopt_dist.process.future import Future
+from torchopt_dist.process.threads import settle_by
 
 __all__ = ["TeamSize", "check_team", "on_teams"]
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor
 
-from torchopt_dist._torch_private import tensor_version
-from torchopt_dist._types import OptionalTensor, TensorOrTensors
+from torchopt_dist.core.types import OptionalTensor, TensorOrTensors
 from torchopt_dist.distributed.calls.nodes import errors_of_nodes
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.errors import NotInitializedError
+from torchopt_dist.torch_private import tensor_version
 
 if TYPE_CHECKING or dist_autograd.is_available():
     from torch.distributed.autograd import DistAutogradContext

@@ -13,9 +13,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from torch.distributed import rpc
 
-from torchopt_dist._liveness import Liveness
-from torchopt_dist._options import hinted
-from torchopt_dist._parentheses import check_parentheses
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.arguments.parentheses import check_parentheses
 from torchopt_dist.distributed.group.group import find_group
 from torchopt_dist.distributed.life.process_group import BACKENDS
 from torchopt_dist.distributed.life.running_group import RunningGroup
@@ -27,6 +26,7 @@ from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.distributed.transport.choice import check_name
 from torchopt_dist.distributed.world import CONNECTS, default_worker_name_format
 from torchopt_dist.errors import InitializationError
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["auto_init_rpc"]
 

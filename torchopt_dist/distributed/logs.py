@@ -7,8 +7,8 @@ import sys
 import threading
 from typing import Any
 
-from torchopt_dist._future import Future
 from torchopt_dist.distributed.group.group import current_group, find_group
+from torchopt_dist.process.future import Future
 
 __all__ = ["log_to_rank_zero"]
 

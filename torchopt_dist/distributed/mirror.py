@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_dist import _network
-from torchopt_dist._future import Future, as_completed
-from torchopt_dist._options import hinted
-from torchopt_dist._threads import settle_in_thread
+from torchopt_dist.arguments.options import hinted
 from torchopt_dist.distributed.calls.gather import GRACE_SECONDS, gather
 from torchopt_dist.distributed.group.group import Group, answering_group, current_group, find_group
 from torchopt_dist.distributed.group.mirrors import Before, Held, Options
 from torchopt_dist.distributed.messages.handle import StayingModule, hook_of
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.errors import ResidentError
+from torchopt_dist.process import network
+from torchopt_dist.process.future import Future, as_completed
+from torchopt_dist.process.threads import settle_in_thread
 
 __all__ = ["MirroredModule", "mirror"]
 
@@ -217,7 +217,7 @@ class MirroredModule(StayingModule):
         gpus = {group.names[group.rank]: self._held.gpu()}
         gpus.update({group.names[rank]: gpu for rank, (gpu,) in copies.items()})
         backend = _chosen(backend, gpus)
-        host = _network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        host = network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         store = _store(host, 0, seconds, is_master=True)
         ranks = sorted([group.rank, *self._others])
         replies = self._ask(_connect, self._key, host, store.port, ranks, backend, seconds)

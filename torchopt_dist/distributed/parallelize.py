@@ -13,12 +13,10 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import torch
 from torch.futures import Future
 
-from torchopt_dist import _future
-from torchopt_dist._options import check_options, not_callable, only_the_function
-from torchopt_dist._parentheses import check_parentheses
-from torchopt_dist._random_turns import draw_seed_returnable
-from torchopt_dist._threads import settle_by, settle_in_thread
-from torchopt_dist._types import Args, KwArgs
+from torchopt_dist.arguments.options import check_options, not_callable, only_the_function
+from torchopt_dist.arguments.parentheses import check_parentheses
+from torchopt_dist.core.random_turns import draw_seed_returnable
+from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed._split import check_split, split_only
 from torchopt_dist.distributed._teams import TeamSize, check_team, on_teams
 from torchopt_dist.distributed.balance import taking_readings
@@ -42,6 +40,8 @@ from torchopt_dist.distributed.partition import Partitioner, check_partitioner, 
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.distributed.serialization.pickling import PackedModules
 from torchopt_dist.distributed.worker.buffers import Buffers, Returning, check_buffers, take
+from torchopt_dist.process import future
+from torchopt_dist.process.threads import settle_by, settle_in_thread
 
 __all__ = ["parallelize", "parallelize_async", "remote_async_call", "remote_sync_call"]
 
@@ -285,7 +285,7 @@ def _begun(
         work, own_share = own_share, None
         if work is None:
             return
-        own = values[group.rank] = _future.Future()
+        own = values[group.rank] = future.Future()
         if bar is not None:
             bar.watch({group.rank: own})
         if seconds and options.isolate_own_share:

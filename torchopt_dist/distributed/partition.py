@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Args, KwArgs
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
 from torchopt_dist.distributed.group.resident import Shards, part_of
 from torchopt_dist.distributed.messages.stacked import Rows

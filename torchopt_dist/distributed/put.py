@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchopt_dist._options import hinted
+from torchopt_dist.arguments.options import hinted
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.group.resident import Resident, Shards, keep_here
 from torchopt_dist.distributed.messages.references import Reference, requires_grad

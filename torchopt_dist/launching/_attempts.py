@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchopt_dist._serialized_exception import safe_repr
 from torchopt_dist.errors import (
     AgentFailedError,
     CallTimeoutError,
@@ -35,6 +34,7 @@ from torchopt_dist.launching._messages import Stop
 from torchopt_dist.launching._plan import Plan
 from torchopt_dist.launching._stream import frame
 from torchopt_dist.launching.result import LaunchResult
+from torchopt_dist.pickling.serialized_exception import safe_repr
 
 __all__ = ["Membership", "UnreachedMachine", "run_attempts"]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from torchopt_dist._launchers import find_task
 from torchopt_dist.launching import _slurm as slurm
 from torchopt_dist.launching import _ssh as ssh
 from torchopt_dist.launching._machine import Machine, ThisMachine, is_this_machine
+from torchopt_dist.process.launchers import find_task
 
 __all__ = ["Host", "Reach", "find_hosts", "name_hosts"]
 

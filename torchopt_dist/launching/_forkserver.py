@@ -41,10 +41,10 @@ import psutil
 import setproctitle
 import torch
 
-from torchopt_dist._torch_private import interpreter_flags
 from torchopt_dist.launching import _processes as processes
 from torchopt_dist.launching._agent import Agent
 from torchopt_dist.launching._environment import import_path
+from torchopt_dist.torch_private import interpreter_flags
 
 __all__ = ["MARK", "PROGRAM", "connect", "read_on_import", "serve", "serve_by_ssh", "versions"]
 

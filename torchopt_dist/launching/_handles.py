@@ -14,12 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchopt_dist._serialized_exception import safe_repr
 from torchopt_dist.errors import AgentFailedError, PeerFailedError, WorkerFailedError, WorkerLostError
 from torchopt_dist.launching._cluster import Host
 from torchopt_dist.launching._pickling import unpack_value
 from torchopt_dist.launching._stream import FrameReader, Stream
 from torchopt_dist.launching.logs import LEVELS, LineSplitter, WorkerLogs
+from torchopt_dist.pickling.serialized_exception import safe_repr
 
 __all__ = ["AgentHandle", "WorkerHandle", "may_be_an_echo"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.launching._settings import Settings
+from torchopt_dist.pickling.serialized_exception import SerializedException
 
 __all__ = [
     "Alive",

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.launching._environment import check_variables
 from torchopt_dist.launching._shell import check_shell
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = [
     "BACKEND",

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from torchopt_dist._code_pickler import dumps
-from torchopt_dist._serialized_exception import SerializedException, safe_repr
-from torchopt_dist._unsendable import find_unsendable
-from torchopt_dist._wrapped_functions import NAMED_BY_PICKLE
 from torchopt_dist.errors import SerializationError
+from torchopt_dist.pickling.code_pickler import dumps
+from torchopt_dist.pickling.serialized_exception import SerializedException, safe_repr
+from torchopt_dist.pickling.unsendable import find_unsendable
+from torchopt_dist.pickling.wrapped_functions import NAMED_BY_PICKLE
 
 __all__ = [
     "pack",

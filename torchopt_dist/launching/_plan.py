@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.launching._cluster import Host
 from torchopt_dist.launching._machine import Machine
 from torchopt_dist.launching._messages import Header
 from torchopt_dist.launching.logs import WorkerLogs
 from torchopt_dist.launching.options import LaunchOptions
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["Plan"]
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launching._environment import chosen_by, import_path
 from torchopt_dist.launching._forkserver import MARK, PROGRAM, read_on_import, versions
 from torchopt_dist.launching._machine import Machine
 from torchopt_dist.launching._shell import connect_by_shell
 from torchopt_dist.launching._ssh import UnreachedError, carry, in_loop, log_in, open_stream
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["RemoteMachine", "RemoteOptions", "close_all", "connect"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from torchopt_dist._slurm_lists import expand_nodes, expand_numbers
+from torchopt_dist.process.slurm_lists import expand_nodes, expand_numbers
 
 __all__ = [
     "cpus_per_host",

@@ -17,15 +17,15 @@ import setproctitle
 import torch
 import torch.distributed as dist
 
-from torchopt_dist._liveness import note_ended
-from torchopt_dist._network import choose_interface
-from torchopt_dist._signals import INTERRUPT
-from torchopt_dist._torch_private import finish_interpreter, leave_finalizers
 from torchopt_dist.launching._breakpoint import install as install_breakpoint
 from torchopt_dist.launching._messages import Header, Raised, Returned, Running, StartWorkers
 from torchopt_dist.launching._pickling import pack_failure, pack_value, unpack, unpack_task
 from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.launching._stream import frame
+from torchopt_dist.process.liveness import note_ended
+from torchopt_dist.process.network import choose_interface
+from torchopt_dist.process.signals import INTERRUPT
+from torchopt_dist.torch_private import finish_interpreter, leave_finalizers
 
 __all__ = ["asked_to_exit", "importing", "in_groups", "work"]
 

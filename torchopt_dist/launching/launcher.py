@@ -25,10 +25,7 @@ from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from torchopt_dist._liveness import VARIABLE, Liveness
-from torchopt_dist._options import close_to, hinted, not_callable
-from torchopt_dist._signals import TERMINATED
-from torchopt_dist._tracebacks import show_user_frames
+from torchopt_dist.arguments.options import close_to, hinted, not_callable
 from torchopt_dist.errors import InitializationError, RemoteError, TodistError
 from torchopt_dist.launching import _slurm as slurm
 from torchopt_dist.launching._attempts import Membership, UnreachedMachine, run_attempts
@@ -46,6 +43,9 @@ from torchopt_dist.launching._worker import importing, in_groups
 from torchopt_dist.launching.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launching.options import LaunchOptions, args_section
 from torchopt_dist.launching.result import LaunchResult
+from torchopt_dist.pickling.tracebacks import show_user_frames
+from torchopt_dist.process.liveness import VARIABLE, Liveness
+from torchopt_dist.process.signals import TERMINATED
 
 __all__ = ["Launcher", "ended_in_order", "launch"]
 

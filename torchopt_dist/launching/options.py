@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.launching import _option_kinds as kinds
 from torchopt_dist.launching._environment import COPIED
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["LaunchOptions", "add_launcher_args", "args_section"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
-from torchopt_dist._missing_names import missing_methods
+from torchopt_dist.arguments.missing_names import missing_methods
 from torchopt_dist.errors import AgentFailedError, WorkerFailedError
 from torchopt_dist.launching._option_kinds import check_integer
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import TensorTree
-from torchopt_dist._vjp import Tensors
+from torchopt_dist.core.types import TensorTree
+from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import LinearOperator
 

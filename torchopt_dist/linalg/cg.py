@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchopt_dist import pytree
-from torchopt_dist._types import TensorTree
+from torchopt_dist.core.types import TensorTree
 from torchopt_dist.linalg._matrix import as_operator, inverse_or_function
 from torchopt_dist.linear_solve.cg import solve_cg
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchopt_dist import pytree
-from torchopt_dist._types import TensorTree
+from torchopt_dist.core.types import TensorTree
 from torchopt_dist.linalg._matrix import MatrixOperator, as_operator, check_square
 from torchopt_dist.linear_solve.neumann import solve_neumann
 

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import (
+from torchopt_dist.core.binding import bind
+from torchopt_dist.core.bound import Bound
+from torchopt_dist.core.substitution import Edge, OnlyThese, StandIns, Substitute, Watch, edge_of
+from torchopt_dist.core.vjp import Tensors, pull, refuse_forward_mode, takes_duals
+from torchopt_dist.linear_solve._operator import LinearOperator, Product
+from torchopt_dist.torch_private import (
     engine_run,
     forward_mode_is_active,
     next_sequence_number,
@@ -25,11 +30,6 @@ from torchopt_dist._torch_private import (
     tensors_entering,
     transforms_are_active,
 )
-from torchopt_dist._vjp import Tensors, pull, refuse_forward_mode, takes_duals
-from torchopt_dist.core.binding import bind
-from torchopt_dist.core.bound import Bound
-from torchopt_dist.core.substitution import Edge, OnlyThese, StandIns, Substitute, Watch, edge_of
-from torchopt_dist.linear_solve._operator import LinearOperator, Product
 
 __all__ = ["convert"]
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torchopt_dist._vjp import Tensors, vjp
+from torchopt_dist.core.vjp import Tensors, vjp
 
 __all__ = [
     "BatchedOperator",

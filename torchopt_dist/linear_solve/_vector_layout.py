@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchopt_dist._vjp import Tensors
+from torchopt_dist.core.vjp import Tensors
 
 __all__ = ["VectorLayout"]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Numeric, TensorTree
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Numeric, TensorTree
 from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Preconditioner, Solver, System
 
 __all__ = ["GMRES", "solve_gmres"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchopt_dist._types import Numeric
+from torchopt_dist.core.types import Numeric
 from torchopt_dist.linear_solve.solver import Outcome, Solver, System
 
 __all__ = ["DirectSolver", "solve_inv"]

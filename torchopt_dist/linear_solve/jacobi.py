@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torchopt_dist import pytree
-from torchopt_dist._types import TensorTree
+from torchopt_dist.core.types import TensorTree
 
 __all__ = ["jacobi"]
 

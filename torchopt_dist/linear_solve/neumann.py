@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Numeric
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Numeric
 from torchopt_dist.linear_solve.cg import dot
 from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Solver, System
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchopt_dist import pytree
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Numeric, TensorTree
-from torchopt_dist._vjp import Tensors
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Numeric, TensorTree
+from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.linear_solve._operator import LinearOperator, NormalOperator
 from torchopt_dist.linear_solve.cg import ConjugateGradient
 from torchopt_dist.linear_solve.solver import NotConverged, Preconditioner, Solver, SolverInfo

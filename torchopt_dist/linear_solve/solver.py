@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import Numeric, TensorTree
-from torchopt_dist._vjp import Tensors, refuse_forward_mode
+from torchopt_dist.core.types import Numeric, TensorTree
+from torchopt_dist.core.vjp import Tensors, refuse_forward_mode
 from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
 from torchopt_dist.linear_solve._vector_layout import VectorLayout

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist._vmap import has_history
+from torchopt_dist.core.vmap import has_history
 
 __all__ = ["deepcopy_memo", "held_tensors"]
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._formulas.embedding import let_padding_rest
-from torchopt_dist._torch_private import (
+from torchopt_dist.core.types import TensorContainer
+from torchopt_dist.formulas.embedding import let_padding_rest
+from torchopt_dist.nn._held_tensors import held_tensors
+from torchopt_dist.nn._tensor_dicts import parts_of
+from torchopt_dist.torch_private import (
     buffers_of,
     children_of,
     drop_compiled_call,
     parameters_of,
     transforms_are_active,
 )
-from torchopt_dist._types import TensorContainer
-from torchopt_dist.nn._held_tensors import held_tensors
-from torchopt_dist.nn._tensor_dicts import parts_of
 
 __all__ = ["ModuleCopy", "copied"]
 

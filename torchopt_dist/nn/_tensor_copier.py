@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._types import CopyMode, Device
-from torchopt_dist._vmap import detached
+from torchopt_dist.core.types import CopyMode, Device
+from torchopt_dist.core.vmap import detached
 
 __all__ = ["TensorCopier"]
 

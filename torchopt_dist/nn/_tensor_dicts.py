@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
-from torchopt_dist._types import TensorContainer
+from torchopt_dist.core.types import TensorContainer
+from torchopt_dist.torch_private import buffers_of, children_of, parameters_of
 
 __all__ = ["buffer_containers", "parameter_containers", "parts_and_parameters", "parts_of", "replace"]
 

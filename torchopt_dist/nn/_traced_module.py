@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import attributes_of, children_of, parameters_of
+from torchopt_dist.torch_private import attributes_of, children_of, parameters_of
 
 __all__ = ["named_parameters", "parts_of", "replace_parameters", "traced_copy"]
 

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import LinearSolver
 from torchopt_dist.core.binding import bind
+from torchopt_dist.core.types import LinearSolver
 from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve.solver import Solver
 from torchopt_dist.nn.meta_module import MetaGradientModule
 from torchopt_dist.nn.stateless import lock_of, swapped
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["ImplicitMetaGradientModule"]
 

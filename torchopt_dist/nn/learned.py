@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._name_patterns import check_patterns, first_match, listed
-from torchopt_dist._options import hinted
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.pytree._name_patterns import check_patterns, first_match, listed
 
 __all__ = ["LearnedHyperparameters", "learned"]
 

@@ -8,9 +8,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
-from torchopt_dist._types import TensorContainer
+from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.torch_private import buffers_of, children_of, parameters_of
 
 __all__ = ["MetaGradientModule"]
 

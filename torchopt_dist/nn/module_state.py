@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
-from torchopt_dist._options import hinted
-from torchopt_dist._torch_private import gradients_are_traced, let_graphs_drop
-from torchopt_dist._types import (
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import (
     CopyMode,
     Device,
     ModuleTensorContainers,
@@ -26,12 +25,13 @@ from torchopt_dist._types import (
     TensorContainer,
     TensorTree,
 )
-from torchopt_dist._vmap import detach_, detached, has_history
+from torchopt_dist.core.vmap import detach_, detached, has_history
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._module_copy import copied
 from torchopt_dist.nn._shared_clones import note_clone
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.nn._traced_module import traced_copy
+from torchopt_dist.torch_private import gradients_are_traced, let_graphs_drop
 
 __all__ = [
     "ModuleState",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
-from torchopt_dist._types import TensorContainer
+from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.nn import _tensor_dicts
 
 __all__ = ["reparametrize", "swap_state"]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Size, Tensor, nn
 
-from torchopt_dist._types import Numeric, Samplable, SampleFunc
+from torchopt_dist.core.types import Numeric, Samplable, SampleFunc
 from torchopt_dist.diff.zero_order import Method, Parallel, zero_order
 from torchopt_dist.nn.stateless import reparametrize
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import TensorTree
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.substitution import StandIns, Substitute, Watch
+from torchopt_dist.core.types import TensorTree
 from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve.solver import Solver
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["connected"]
 

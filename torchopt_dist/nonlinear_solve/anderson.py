@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import LinearSolver
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import LinearSolver
 from torchopt_dist.linear_solve.solver import NotConverged
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchopt_dist._options import hinted
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import LinearSolver
-from torchopt_dist._vjp import vjp
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import LinearSolver
+from torchopt_dist.core.vjp import vjp
 from torchopt_dist.linear_solve.solver import NotConverged, Solver
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Newton", "newton"]
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import LinearSolver, TensorTree
-from torchopt_dist._vjp import Tensors
 from torchopt_dist.core.binding import bind
+from torchopt_dist.core.types import LinearSolver, TensorTree
+from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator
 from torchopt_dist.linear_solve.solver import NotConverged, SolverInfo, check_limits, report
 from torchopt_dist.nonlinear_solve._implicit import connected
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["NonlinearSolver", "NonlinearSolverInfo"]
 

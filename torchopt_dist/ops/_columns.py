@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core.types import OptionalTensor
 
 __all__ = [
     "PLAIN",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchopt_dist import _torch_private
+from torchopt_dist import torch_private
 from torchopt_dist.ops import library
 from torchopt_dist.ops._columns import PLAIN, lie_alike
 from torchopt_dist.ops._foreach import Factors
@@ -67,16 +67,16 @@ def torch_fused_step(
         TypeError: ``fused`` is neither a bool nor None.
     """
     check_choice(fused)
-    step = _torch_private.fused_step(name)
+    step = torch_private.fused_step(name)
     if step is None or fused is False or not columns[0] or torch.compiler.is_compiling():
         return None
     tensors = [x for column in columns for x in column]
     if {*map(type, tensors)} - PLAIN or {x.layout for x in tensors} != {torch.strided}:
         return None
-    if _torch_private.forward_mode_is_active() or _torch_private.transforms_are_active():
+    if torch_private.forward_mode_is_active() or torch_private.transforms_are_active():
         return None
     if any(
-        map(_torch_private.is_zero_tensor, columns[1])
+        map(torch_private.is_zero_tensor, columns[1])
     ):  # torch's op counts gradients among what it overwrites
         return None
     devices = {x.device for x in tensors}
@@ -91,9 +91,9 @@ def obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) ->
     if not torch.compiler.is_compiling():
         for kind in {*map(type, tensors), *map(type, rest)} - PLAIN:
             return f"the kernel takes plain tensors; got a {kind.__name__}"
-        if _torch_private.forward_mode_is_active():
+        if torch_private.forward_mode_is_active():
             return "forward-mode differentiation is active, and the kernel carries no tangents"
-        if _torch_private.transforms_are_active() and (op.endswith("_") or not transforms_allow()):
+        if torch_private.transforms_are_active() and (op.endswith("_") or not transforms_allow()):
             return "a transformation of `torch.func` is active, and the kernel has no rule for it"
     devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
     if len(devices) > 1:
@@ -123,7 +123,7 @@ def are_concrete(values: Factors, fused: bool | None) -> bool:
         RuntimeError: ``fused=True`` where the kernel cannot.
     """
     batched = isinstance(values, list) and any(isinstance(value, Tensor) for value in values)
-    if not batched or not _torch_private.transforms_are_active():
+    if not batched or not torch_private.transforms_are_active():
         return True
     if fused:
         raise RuntimeError("`fused=True` cannot be used: the kernel must read `steps`, which `vmap` batches")
@@ -132,6 +132,6 @@ def are_concrete(values: Factors, fused: bool | None) -> bool:
 
 def transforms_allow() -> bool:
     """Whether no transformation is active but those that a kernel's node has rules for: ``grad``, ``vjp``, ``vmap``."""
-    if torch.compiler.is_compiling() or _torch_private.forward_mode_is_active():
+    if torch.compiler.is_compiling() or torch_private.forward_mode_is_active():
         return False
-    return _torch_private.transforms_are_only("Grad", "Vmap")
+    return torch_private.transforms_are_only("Grad", "Vmap")

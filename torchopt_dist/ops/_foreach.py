@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from torchopt_dist import _torch_private
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist import torch_private
+from torchopt_dist.core.types import OptionalTensor
 
 __all__ = [
     "Factor",
@@ -272,7 +272,7 @@ def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
     """Whether operations run tensor by tensor: in a compiler, a transformation of ``torch.func`` or forward mode."""
     if not xs or torch.compiler.is_compiling():
         return True
-    return _torch_private.transforms_are_active() or _torch_private.forward_mode_is_active() or _looping.get()
+    return torch_private.transforms_are_active() or torch_private.forward_mode_is_active() or _looping.get()
 
 
 _looping: ContextVar[bool] = ContextVar("looping", default=False)
@@ -280,8 +280,8 @@ _looping: ContextVar[bool] = ContextVar("looping", default=False)
 
 def are_batched(xs: Iterable[OptionalTensor]) -> bool:
     """Whether a backward runs for many gradients at a time: in ``torch.func.vmap``, or by ``is_grads_batched=True``."""
-    return _torch_private.transforms_are_active() or any(
-        x is not None and _torch_private.is_batched_gradient(x) for x in xs
+    return torch_private.transforms_are_active() or any(
+        x is not None and torch_private.is_batched_gradient(x) for x in xs
     )
 
 

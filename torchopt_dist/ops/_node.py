@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist import _torch_private
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist._vjp import vjp
+from torchopt_dist import torch_private
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.vjp import vjp
 from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import (
@@ -150,7 +150,7 @@ class OptimizerStep(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> tuple[Tensor, ...]:
         """As torch's, which for a class with ``setup_context`` takes 50 µs to look at ``forward``'s signature."""
-        made: tuple[Tensor, ...] = _torch_private.apply_function(cls, *args)
+        made: tuple[Tensor, ...] = torch_private.apply_function(cls, *args)
         return made
 
     @staticmethod
@@ -213,7 +213,7 @@ def _gradients(
     """The gradients of the given columns; at each index one of the results has a gradient."""
     columns = [*saved, *_with_zeros(grad_outputs)]
     derivative = _Derivative(step, there)
-    if not _torch_private.transforms_are_active() and any(map(foreach.are_batched, grad_outputs)):
+    if not torch_private.transforms_are_active() and any(map(foreach.are_batched, grad_outputs)):
         with foreach.in_loops():
             found = derivative.formula(columns)
     else:

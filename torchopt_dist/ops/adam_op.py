@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._adam import adam
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from torchopt_dist import _torch_private
-from torchopt_dist._types import Device
+from torchopt_dist import torch_private
+from torchopt_dist.core.types import Device
 from torchopt_dist.ops._remedy import remedy
 
 __all__ = ["accelerated_op_available", "is_available", "why_not"]
@@ -78,7 +78,7 @@ def _load_cuda() -> str | None:
 def _registered() -> frozenset[tuple[str, str]]:
     """Ask torch's dispatcher for the (op, device type) that have a kernel."""
     return frozenset(
-        (op, device) for op in OPS for device in DEVICES if _torch_private.has_kernel(f"todist::{op}", device)
+        (op, device) for op in OPS for device in DEVICES if torch_private.has_kernel(f"todist::{op}", device)
     )
 
 

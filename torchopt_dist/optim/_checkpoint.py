@@ -13,7 +13,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from torchopt_dist._types import OptState
+from torchopt_dist.core.types import OptState
 from torchopt_dist.pytree import PyTreeSpec
 
 __all__ = ["flatten_state", "flatten_with_keys", "key_of", "restore_state"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
 
 __all__ = ["Dtypes", "converted", "dtypes_of", "fitted", "have_same_dtypes"]

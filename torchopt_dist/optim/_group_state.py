@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState
+from torchopt_dist.core.types import OptState
 from torchopt_dist.optim._checkpoint import flatten_with_keys
 from torchopt_dist.optim._layout import COUNT, Layout, is_list
 from torchopt_dist.transform.base import GradientTransformation

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState
+from torchopt_dist.core.types import OptState
 from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of
 from torchopt_dist.optim._dtypes import converted
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import ScalarOrSchedule, Schedule
+from torchopt_dist.core.types import ScalarOrSchedule, Schedule
 from torchopt_dist.transform._hyperparameters import check_at_least_zero, check_said, is_per_leaf
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import learning_rate_of, scale_by_learning_rate

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import parameters_of, set_parameters
+from torchopt_dist.torch_private import parameters_of, set_parameters
 
 __all__ = ["NoRecomputation"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchopt_dist._vmap import values_of
+from torchopt_dist.core.vmap import values_of
 
 if TYPE_CHECKING:
     from typing import Self

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from torchopt_dist._options import close_to
+from torchopt_dist.arguments.options import close_to
 from torchopt_dist.transform.base import GradientTransformation, no_transformation
 
 __all__ = ["Constructor", "arguments_of", "bind", "docstring", "only_transformation", "signature"]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import traced_samples
-from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.nn._traced_module import named_parameters, replace_parameters
+from torchopt_dist.torch_private import traced_samples
 from torchopt_dist.transform.apply_updates import apply_updates
 
 __all__ = ["traced_begin", "traced_step"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchopt_dist._types import OptState
+from torchopt_dist.core.types import OptState
 from torchopt_dist.optim._checkpoint import flatten_with_keys, key_of, restore_state
 from torchopt_dist.optim._layout import COUNT
 from torchopt_dist.transform.base import GradientTransformation

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._options import hinted
-from torchopt_dist._types import OptState, Params, ScalarOrSchedule, TensorTree, Updates
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, TensorTree, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.optim._signatures import arguments_of

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Params, ScalarOrSchedule, TensorTree
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Params, ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.optim._signatures import arguments_of

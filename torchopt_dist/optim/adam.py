@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import ScalarOrSchedule
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import ScalarOrSchedule
 from torchopt_dist.optim._fused_adam import fused_adam
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer

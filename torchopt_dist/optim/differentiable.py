@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.optim import _recording_mode
 from torchopt_dist.optim._checkpoint import flatten_with_keys, restore_state

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
-from torchopt_dist._formulas.attention import attention_by_formula, without_fast_path
-from torchopt_dist._formulas.embedding import let_padding_rest
-from torchopt_dist._torch_private import gradients_are_traced, transforms_are_active, vmaps
-from torchopt_dist._types import OptionalTensor, OptState
-from torchopt_dist._vmap import for_each_sample, has_history, leaf, values_of
+from torchopt_dist.core.evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
+from torchopt_dist.core.types import OptionalTensor, OptState
+from torchopt_dist.core.vmap import for_each_sample, has_history, leaf, values_of
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
+from torchopt_dist.formulas.attention import attention_by_formula, without_fast_path
+from torchopt_dist.formulas.embedding import let_padding_rest
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
@@ -35,6 +34,7 @@ from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dty
 from torchopt_dist.optim._recomputation import NoRecomputation
 from torchopt_dist.optim._traced_step import traced_begin, traced_step
 from torchopt_dist.optim._trained_state import is_of_an_optimizer, trained_states
+from torchopt_dist.torch_private import gradients_are_traced, transforms_are_active, vmaps
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step, with_gradients_added
 from torchopt_dist.transform.base import GradientTransformation

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Params, ScalarOrSchedule
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Params, ScalarOrSchedule
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.optim._signatures import arguments_of
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from torchopt_dist._torch_private import left_to_python
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.ops import _bias_correction as bias_correction
@@ -28,6 +27,7 @@ from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim import _twin
 from torchopt_dist.optim._group_state import SHARED, gather, scatter
 from torchopt_dist.optim._layout import COUNT, Layout, counts, fit_dtypes, layout_of, sort_of
+from torchopt_dist.torch_private import left_to_python
 from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import ScalarOrSchedule
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import ScalarOrSchedule
 from torchopt_dist.ops._rmsprop import rmsprop as rmsprop_op
 from torchopt_dist.ops._rmsprop import rmsprop_
 from torchopt_dist.optim._signatures import arguments_of

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import ScalarOrSchedule
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import ScalarOrSchedule
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
 from torchopt_dist.optim._layout import COUNT

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import Numeric, TensorTree
+from torchopt_dist.core.types import Numeric, TensorTree
 
 __all__ = [
     "tree_add",

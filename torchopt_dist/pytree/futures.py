@@ -9,7 +9,7 @@ import optree
 from torch.distributed import rpc
 from torch.futures import Future
 
-from torchopt_dist._types import PyTree, RRef, TensorTree
+from torchopt_dist.core.types import PyTree, RRef, TensorTree
 from torchopt_dist.errors import NotInitializedError
 
 __all__ = ["tree_as_rref", "tree_to_here", "tree_wait"]

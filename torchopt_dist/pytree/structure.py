@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from torchopt_dist._types import PyTree, TensorTree
+from torchopt_dist.core.types import PyTree, TensorTree
 
 __all__ = [
     "PyTreeSpec",

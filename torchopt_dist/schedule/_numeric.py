@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import Numeric
+from torchopt_dist.core.types import Numeric
 
 __all__ = ["between", "clamp", "cosine", "fall", "floor", "power", "progress", "scalar", "where"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Numeric, Schedule
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import between, cosine, fall, progress, scalar
 from torchopt_dist.schedule._validation import check_steps, check_value
 from torchopt_dist.schedule.join import join_schedules

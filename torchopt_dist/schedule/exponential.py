@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Numeric, Schedule
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import clamp, floor, power, scalar, where
 from torchopt_dist.schedule._validation import check_steps, check_value
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Numeric, Schedule
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Numeric, Schedule
 
 __all__ = ["ScheduleLR"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from torchopt_dist._options import hinted
-from torchopt_dist._types import Numeric, Schedule
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import scalar
 from torchopt_dist.schedule._validation import check_steps, check_value
 from torchopt_dist.schedule.cosine import _cosine

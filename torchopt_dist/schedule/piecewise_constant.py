@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import Numeric, Schedule
+from torchopt_dist.core.types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import scalar, where
 from torchopt_dist.schedule._validation import check_steps, check_value
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, ScalarOrSchedule, Updates
+from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, Updates
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
 from torchopt_dist.transform._hyperparameters import is_number, is_schedule

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist import _torch_private
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist._vmap import values_of
+from torchopt_dist import torch_private
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.vmap import values_of
 from torchopt_dist.ops._columns import PLAIN
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 
@@ -43,9 +43,9 @@ def gradients(
         for leaf in leaves:
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(f"parameters must be tensors, got {type(leaf).__name__}")
-    if not _torch_private.transforms_are_active():
+    if not torch_private.transforms_are_active():
         return _outside_of_transforms(loss, leaves, create_graph, retain_graph)
-    levels = _torch_private.vmaps()
+    levels = torch_private.vmaps()
     held = [None if leaf is None else values_of(leaf, levels) for leaf in leaves]
     wanted = {place: one for place, one in enumerate(held) if one is not None and one.values.requires_grad}
     of_loss = values_of(loss, levels)
@@ -93,7 +93,7 @@ def _differentiated(
 ) -> tuple[OptionalTensor, ...]:
     if create_graph:
         return recorded_gradients(loss, leaves, retain_graph=retain_graph)
-    return _torch_private.grad_of_loss(loss, leaves, retain_graph=retain_graph)
+    return torch_private.grad_of_loss(loss, leaves, retain_graph=retain_graph)
 
 
 def gradients_missing(count: int, wanted: int) -> ValueError:
@@ -104,7 +104,7 @@ def gradients_missing(count: int, wanted: int) -> ValueError:
         f"calls it with gradients enabled); of {count} parameters, {wanted} require grad, and it depends on none of "
         "these"
     )
-    if _torch_private.transforms_are_active():
+    if torch_private.transforms_are_active():
         text += (
             "; inside `vmap`, make the MetaOptimizer inside the function that is mapped, and the loss after it; "
             "inside `torch.func.grad`, give gradients to the `update` of a transformation"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor, PerLeaf, Schedule
+from torchopt_dist.core.types import OptionalTensor, PerLeaf, Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist._formulas.normalization_nodes import is_mended, is_normalization, mend
-from torchopt_dist._torch_private import ends_gradients_graph, grad_of_loss, vmaps
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist._vmap import values_of
 from torchopt_dist.core.second_order import explain, guarded, lacks, refusal
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.vmap import values_of
+from torchopt_dist.formulas.normalization_nodes import is_mended, is_normalization, mend
+from torchopt_dist.torch_private import ends_gradients_graph, grad_of_loss, vmaps
 
 __all__ = ["mend_recorded", "recorded_gradients", "update_by_own"]
 

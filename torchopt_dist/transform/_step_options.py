@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import OptState, ScalarOrSchedule, Schedule
+from torchopt_dist.core.types import OptState, ScalarOrSchedule, Schedule
 from torchopt_dist.transform._hyperparameters import check_said
 
 __all__ = ["Rate", "StepOptions"]

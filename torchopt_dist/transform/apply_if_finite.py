@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, Updates
+from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.ops._columns import pick, present
 from torchopt_dist.transform._elementwise import check_dense
 from torchopt_dist.transform.base import GradientTransformation

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor, OptState, Params, Updates
+from torchopt_dist.core.types import OptionalTensor, OptState, Params, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import PLAIN, are_alike, pick, present, put
 from torchopt_dist.transform._recorded_gradients import update_by_own

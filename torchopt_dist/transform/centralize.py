@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, Updates
+from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless

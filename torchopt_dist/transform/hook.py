@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, Updates
-from torchopt_dist._vmap import values_of
+from torchopt_dist.core.types import OptState, Params, Updates
+from torchopt_dist.core.vmap import values_of
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
 from torchopt_dist.transform.nan_to_num import check_replacements, replace_nonfinite
 

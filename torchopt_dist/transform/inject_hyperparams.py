@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist import _torch_private
-from torchopt_dist._types import Numeric, OptState, Params, Schedule, Updates
-from torchopt_dist._vmap import values_of
+from torchopt_dist import torch_private
+from torchopt_dist.core.types import Numeric, OptState, Params, Schedule, Updates
+from torchopt_dist.core.vmap import values_of
 from torchopt_dist.transform.base import GradientTransformation, of_elements
 
 __all__ = ["InjectHyperparamsState", "inject_hyperparams"]
@@ -80,7 +80,7 @@ def _construct(
     }
     rest = {name: value for name, value in given.items() if name not in injected}
     first = _values(injected, torch.zeros((), device="cpu"))
-    if _torch_private.transforms_are_active():
+    if torch_private.transforms_are_active():
         constructor(**rest, **first)
     else:  # so that values are checked, which those of tensors are not
         constructor(**rest, **{name: float(value.detach()) for name, value in first.items()})
@@ -150,7 +150,7 @@ def _update(
 
 def _is_cut_from(held: Tensor, fresh: Tensor) -> bool:
     """Whether a value of the state is the one that a schedule gives with a graph, which it has itself no longer."""
-    if _torch_private.transform_level() > len(_torch_private.vmaps()):
+    if torch_private.transform_level() > len(torch_private.vmaps()):
         return False  # inside `torch.func.grad` values cannot be looked at, and nothing is cut
     if values_of(held).values.requires_grad or not values_of(fresh).values.requires_grad:
         return False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, TensorTree, Updates
+from torchopt_dist.core.types import OptState, Params, TensorTree, Updates
 from torchopt_dist.ops._columns import present
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero
 from torchopt_dist.transform.base import GradientTransformation, no_transformation, of_elements

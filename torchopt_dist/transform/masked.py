@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torchopt_dist import pytree
-from torchopt_dist._name_patterns import check_patterns, first_match
-from torchopt_dist._types import OptState, Params, Updates
+from torchopt_dist.core.types import OptState, Params, Updates
+from torchopt_dist.pytree._name_patterns import check_patterns, first_match
 from torchopt_dist.transform.base import GradientTransformation, no_transformation, of_elements
 
 __all__ = ["Mask", "MaskedState", "choices_of", "masked"]

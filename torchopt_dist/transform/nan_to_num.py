@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, Updates
+from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.ops._columns import as_complex, as_real
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, Updates
+from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense
 from torchopt_dist.transform._hyperparameters import check_at_least_zero

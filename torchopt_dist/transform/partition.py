@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, Updates
+from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.transform.base import GradientTransformation, of_elements
 
 __all__ = ["Labels", "PartitionState", "partition"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import TensorTree
+from torchopt_dist.core.types import TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.transform._elementwise import elementwise, first_state

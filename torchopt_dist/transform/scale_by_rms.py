@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from torchopt_dist._types import TensorTree
+from torchopt_dist.core.types import TensorTree
 from torchopt_dist.ops._rmsprop import rmsprop
 from torchopt_dist.transform._elementwise import elementwise, first_state
 from torchopt_dist.transform._hyperparameters import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, TensorTree, Updates
+from torchopt_dist.core.types import OptState, Params, TensorTree, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptState, Params, Updates
+from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
 
 __all__ = ["set_to_zero"]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist._types import Params, TensorTree
+from torchopt_dist.core.types import Params, TensorTree
 from torchopt_dist.ops._sgd import sgd
 from torchopt_dist.transform._elementwise import counts, elementwise, filled
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, is_zero

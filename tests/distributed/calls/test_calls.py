@@ -16,7 +16,7 @@ from torch.distributed import rpc
 import torchopt_dist as todist
 from tests.distributed.programs import Tagged, class_names, data, mlp, mse, where
 from tests.waits import soon
-from torchopt_dist._random_turns import draw_seed
+from torchopt_dist.core.random_turns import draw_seed
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload

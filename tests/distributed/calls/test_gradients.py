@@ -25,8 +25,8 @@ from tests.distributed.programs import (
     remote,
     vectors,
 )
-from torchopt_dist._torch_private import advance_sequence_numbers
 from torchopt_dist.distributed.calls.graph import RemoteGraph
+from torchopt_dist.torch_private import advance_sequence_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has changed buffers of its arguments:UserWarning")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import torchopt_dist as todist
-from torchopt_dist._random_turns import lent
+from torchopt_dist.core.random_turns import lent
 from torchopt_dist.distributed.calls.local import Beside
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, group_by_worker

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 import torchopt_dist as todist
 from tests.distributed.programs import count, data, kept_on, mlp, runs, survive
 from tests.waits import say, wait_until, watch
-from torchopt_dist import _random_turns
-from torchopt_dist._future import Future
+from torchopt_dist.core import random_turns
 from torchopt_dist.distributed.calls.again import GradientsAgain
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.transport.retries import Ask, Attempt, Deadline, Retries, Sent
+from torchopt_dist.process.future import Future
 
 
 def die(doom, moment):
@@ -395,7 +395,7 @@ def computes_until_the_other_has_begun(folder, value, rank):
 
 def test_a_value_is_handed_out_while_its_home_computes_a_task_that_is_alone(world, tmp_path):
     def body():
-        _random_turns.SHORT_PATIENCE = 1000.0
+        random_turns.SHORT_PATIENCE = 1000.0
         handle = todist.put(torch.ones(3))
         found = todist.remote_sync_call(
             computes_until_the_other_has_begun,

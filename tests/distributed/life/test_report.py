@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import torchopt_dist as todist
 from tests.distributed.failing_program import typo
 from tests.processes import ROOT, free_port, python, start_python
-from torchopt_dist._tracebacks import format_error, show_user_frames, summary
+from torchopt_dist.pickling.tracebacks import format_error, show_user_frames, summary
 
 PROGRAM = ROOT / "tests/distributed/failing_program.py"
 HEAD = "Traceback (most recent call last):"

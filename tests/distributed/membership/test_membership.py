@@ -18,12 +18,12 @@ import pytest
 
 import torchopt_dist as todist
 from tests.waits import soon, wait_until
-from torchopt_dist import _out_of_memory
 from torchopt_dist.distributed.membership.hub import START
 from torchopt_dist.distributed.membership.link import Link
 from torchopt_dist.distributed.membership.members import Failure, Member
 from torchopt_dist.distributed.membership.stopped import process_table
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
+from torchopt_dist.process import out_of_memory
 
 # Joining.
 
@@ -443,7 +443,7 @@ def test_when_the_hub_dies_all_are_told(lines):
 
 
 def test_a_death_for_lack_of_memory_is_named(lines, monkeypatch, tmp_path):
-    monkeypatch.setattr(_out_of_memory, "COUNTS", tmp_path / "vmstat")
+    monkeypatch.setattr(out_of_memory, "COUNTS", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
     line, other = lines("a", "b", "c"), lines("a", "b")
     line.cut(2)

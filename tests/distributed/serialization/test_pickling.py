@@ -19,13 +19,13 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import Net, mlp
-from torchopt_dist._code_pickler import CodePickler
-from torchopt_dist._code_pickler import dumps as code_of
-from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed.messages.message import Late
 from torchopt_dist.distributed.messages.requests import Reply
 from torchopt_dist.distributed.serialization.pickling import pack, raised, reply_of, unpack
 from torchopt_dist.distributed.serialization.wire import from_wire, to_wire
+from torchopt_dist.pickling.code_pickler import CodePickler
+from torchopt_dist.pickling.code_pickler import dumps as code_of
+from torchopt_dist.pickling.serialized_exception import SerializedException
 
 
 class Wire(NamedTuple):

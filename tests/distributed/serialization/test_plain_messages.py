@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import torchopt_dist as todist
-from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
@@ -19,6 +18,7 @@ from torchopt_dist.distributed.serialization.frames import from_frames, to_frame
 from torchopt_dist.distributed.serialization.pickling import pack, unpack
 from torchopt_dist.distributed.serialization.plain import LONGEST, MARK
 from torchopt_dist.distributed.serialization.wire import from_wire, is_skeleton, to_wire
+from torchopt_dist.pickling.serialized_exception import SerializedException
 
 STATE = CallerState(True, (("cpu", torch.bfloat16),), torch.float64)
 OPTIONS = ExecutionOptions(vectorize=True, chunk_size=3, device="auto", strict=True, hedge_after=0.5)

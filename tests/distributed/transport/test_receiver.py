@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
-from torchopt_dist._threads import ThreadPool
 from torchopt_dist.distributed.transport.receiver import SHORT_IN_A_ROW, Receiver
+from torchopt_dist.process.threads import ThreadPool
 
 SECONDS = 30
 

@@ -91,7 +91,7 @@ import importlib
 for module in pkgutil.walk_packages(todist.__path__, "torchopt_dist."):
     if module.name.removeprefix("torchopt_dist.") not in ("_C", "__main__", "distributed.transport.rpc"):
         importlib.import_module(module.name)
-assert todist.typing.RRef.__module__ == "torchopt_dist._types"
+assert todist.typing.RRef.__module__ == "torchopt_dist.core.types"
 assert todist.autograd.DistAutogradContext.__module__ == "torchopt_dist.distributed.autograd"
 from torchopt_dist import bench
 assert [row.peer for row in bench.collect(rounds=1)] == ["torch.optim's foreach", "the formula by hand"]

@@ -22,11 +22,11 @@ import torchopt_dist as todist
 from tests.distributed.programs import lie_right, mlp
 from tests.distributed.transport.by_hand import TRANSPORTS, echo, send
 from tests.processes import World
-from torchopt_dist._future import as_completed
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.serialization.pickling import unpack
 from torchopt_dist.distributed.serialization.wire import SMALL
 from torchopt_dist.distributed.transport import shutdown
+from torchopt_dist.process.future import as_completed
 
 pytestmark = pytest.mark.processes
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
-from torchopt_dist import _programs
+from torchopt_dist.core import programs
 from torchopt_dist.distributed.worker import compiled
 
 pytestmark = [
@@ -45,7 +45,7 @@ def trace_only(compiles: list[Any] | None = None) -> None:
         del constant, captured
         return {"backend": backend}
 
-    _programs.how_to_compile = traced
+    programs.how_to_compile = traced
     compiled._variants.cache_clear()
     torch.compiler.reset()
     warnings.filterwarnings("error", message=".*compile=True")
@@ -54,7 +54,7 @@ def trace_only(compiles: list[Any] | None = None) -> None:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The graphs that this process compiles."""
-    monkeypatch.setattr(_programs, "how_to_compile", _programs.how_to_compile)
+    monkeypatch.setattr(programs, "how_to_compile", programs.how_to_compile)
     made: list[Any] = []
     with warnings.catch_warnings():
         trace_only(made)
@@ -412,7 +412,7 @@ NORMS = {
 def test_normalization_in_a_task_that_calls_torch_func_is_differentiated_by_its_formula(
     name: str,
 ) -> None:
-    """Torch's derivative is wrong there; see ``torchopt_dist/_formulas``."""
+    """Torch's derivative is wrong there; see ``torchopt_dist/formulas``."""
 
     def task(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         def loss(p: dict[str, Tensor]) -> Tensor:

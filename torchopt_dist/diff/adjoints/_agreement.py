@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import transforms_are_active
 from torchopt_dist.diff.adjoints._described import description_of
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._ranks import Ranks
 from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["agreed"]
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist._vmap import Values
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist._random_turns import Turn
-from torchopt_dist._torch_private import autocast_is_on, transforms_are_active
+from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._stream import Stream
+from torchopt_dist.torch_private import autocast_is_on, transforms_are_active
 
 __all__ = ["refuse_state_in_attributes"]
 

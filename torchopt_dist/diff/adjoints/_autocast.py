@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchopt_dist._torch_private import autocast_is_on
+from torchopt_dist.torch_private import autocast_is_on
 
 __all__ = ["Autocast", "current_autocast", "forget_casts"]
 

@@ -15,16 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._generators import restore, states
-from torchopt_dist._random_turns import change_generators
-from torchopt_dist._torch_private import (
-    next_sequence_number,
-    sequence_numbers,
-    tensor_version,
-)
-from torchopt_dist._types import TensorContainer
-from torchopt_dist._vmap import Values
 from torchopt_dist.core import remat
+from torchopt_dist.core.generators import restore, states
+from torchopt_dist.core.random_turns import change_generators
+from torchopt_dist.core.types import TensorContainer
+from torchopt_dist.core.vmap import Values
 from torchopt_dist.diff.adjoints._autocast import current_autocast
 from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between, refuse
 from torchopt_dist.diff.adjoints._model import Model
@@ -32,6 +27,11 @@ from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples, samples_around
 from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.nn import _tensor_dicts
+from torchopt_dist.torch_private import (
+    next_sequence_number,
+    sequence_numbers,
+    tensor_version,
+)
 
 __all__ = ["Declared", "nodes_of_blocks"]
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 from torch import nn
 
-from torchopt_dist._torch_private import children_of
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._model import ModuleModel
 from torchopt_dist.diff.adjoints._shards import ShardedModel
+from torchopt_dist.torch_private import children_of
 
 __all__ = ["by_blocks"]
 

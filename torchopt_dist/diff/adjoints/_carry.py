@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist.core.types import OptionalTensor, OptState
 
 __all__ = [
     "Batches",

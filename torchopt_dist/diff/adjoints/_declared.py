@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import is_functorch_tensor, sequence_numbers, transforms_are_active
 from torchopt_dist.core.substitution import edge_of
+from torchopt_dist.torch_private import is_functorch_tensor, sequence_numbers, transforms_are_active
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [

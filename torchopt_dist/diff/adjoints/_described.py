@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.torch_private import transforms_are_active
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = ["description_of"]

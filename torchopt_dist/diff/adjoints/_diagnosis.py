@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import OptState, Params, Updates
+from torchopt_dist.core.types import OptState, Params, Updates
+from torchopt_dist.torch_private import transforms_are_active
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["GradientNorms"]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import memory_is_shared
-from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._model import Model
+from torchopt_dist.torch_private import memory_is_shared
 from torchopt_dist.transform.apply_updates import training_step
 from torchopt_dist.transform.base import GradientTransformation
 

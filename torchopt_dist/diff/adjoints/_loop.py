@@ -17,14 +17,11 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._formulas import formulas_in_transforms
-from torchopt_dist._formulas.attention import without_fast_path
-from torchopt_dist._random_turns import Turn
-from torchopt_dist._torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
-from torchopt_dist._types import OptionalTensor, OptState
-from torchopt_dist._vjp import edges, plus, pulled_back
+from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.second_order import refuse_left_out, why_not_twice, with_refusal
 from torchopt_dist.core.substitution import Substitute
+from torchopt_dist.core.types import OptionalTensor, OptState
+from torchopt_dist.core.vjp import edges, plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._block_calls import Declared, nodes_of_blocks
 from torchopt_dist.diff.adjoints._carry import (
@@ -43,6 +40,9 @@ from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean
+from torchopt_dist.formulas import formulas_in_transforms
+from torchopt_dist.formulas.attention import without_fast_path
+from torchopt_dist.torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
 from torchopt_dist.transform._gradients import gradients, gradients_missing
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step, with_gradients_added

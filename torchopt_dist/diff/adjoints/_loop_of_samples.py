@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist._vmap import Values, for_each_sample, values_of
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.vmap import Values, for_each_sample, values_of
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._places import has_derivative, of_frozen_parameters
 from torchopt_dist.diff.adjoints._samples import Samples

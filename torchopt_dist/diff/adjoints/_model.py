@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import (
+from torchopt_dist.core.types import OptionalTensor, Params, TensorContainer
+from torchopt_dist.diff.adjoints._references import holders, references
+from torchopt_dist.nn._module_copy import ModuleCopy
+from torchopt_dist.nn._tensor_dicts import parts_and_parameters, parts_of
+from torchopt_dist.torch_private import (
     attributes_for_forward,
     buffers_of,
     is_functorch_tensor,
     parameters_of,
     transforms_are_active,
 )
-from torchopt_dist._types import OptionalTensor, Params, TensorContainer
-from torchopt_dist.diff.adjoints._references import holders, references
-from torchopt_dist.nn._module_copy import ModuleCopy
-from torchopt_dist.nn._tensor_dicts import parts_and_parameters, parts_of
 
 __all__ = ["Model", "ModuleModel", "Places", "TreeModel", "model_of"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.diff.adjoints._declared import leaf_like, leaves_at
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from torchopt_dist._generators import WITH_GPUS, restore, seed_all, states
-from torchopt_dist._random_turns import change_generators
+from torchopt_dist.core.generators import WITH_GPUS, restore, seed_all, states
+from torchopt_dist.core.random_turns import change_generators
 
 __all__ = ["kept_generators", "seed_step"]
 

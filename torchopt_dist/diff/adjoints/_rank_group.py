@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchopt_dist._liveness import Liveness, ended_ranks
-from torchopt_dist._torch_private import engine_run, outside_of_transforms, time_out_of, when_run_fails
-from torchopt_dist._watched_group import PATIENCE, TookTooLongError, WatchedGroup, watched_group
+from torchopt_dist.collectives.watched_group import PATIENCE, TookTooLongError, WatchedGroup, watched_group
 from torchopt_dist.diff.adjoints._signs import Signs, named
 from torchopt_dist.errors import CollectiveError
+from torchopt_dist.process.liveness import Liveness, ended_ranks
+from torchopt_dist.torch_private import engine_run, outside_of_transforms, time_out_of, when_run_fails
 
 __all__ = ["RankGroup", "group_for_loops"]
 

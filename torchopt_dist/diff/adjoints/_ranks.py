@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import outside_of_transforms
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
+from torchopt_dist.torch_private import outside_of_transforms
 
 __all__ = ["Ranks", "kinds", "local", "mean", "owned"]
 

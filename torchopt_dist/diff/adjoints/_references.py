@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from torchopt_dist._torch_private import buffers_of, children_of, parameters_of
+from torchopt_dist.torch_private import buffers_of, children_of, parameters_of
 
 __all__ = ["holders", "references"]
 

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from torchopt_dist._torch_private import outside_of_transforms, transforms_are_active, vmaps
-from torchopt_dist._vmap import Values, Vmaps, for_each_sample, values_of, vmaps_to_enter_again
+from torchopt_dist.core.vmap import Values, Vmaps, for_each_sample, values_of, vmaps_to_enter_again
+from torchopt_dist.torch_private import outside_of_transforms, transforms_are_active, vmaps
 
 __all__ = ["Samples", "samples_around", "samples_for"]
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["without_second_order"]
 

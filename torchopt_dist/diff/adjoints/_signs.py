@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.errors import CollectiveError
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["Signs", "named"]
 

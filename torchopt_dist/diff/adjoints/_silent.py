@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._torch_private import engine_needs_node, transforms_are_active
-from torchopt_dist._types import OptionalTensor
-from torchopt_dist._unconnected import Unconnected, note_unconnected
+from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.unconnected import Unconnected, note_unconnected
 from torchopt_dist.diff.adjoints._carry import Seen
 from torchopt_dist.diff.adjoints._declared import nodes_between
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.torch_private import engine_needs_node, transforms_are_active
 
 __all__ = ["run_aloud"]
 

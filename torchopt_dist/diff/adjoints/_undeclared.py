@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchopt_dist._random_turns import Turn
-from torchopt_dist._torch_private import next_sequence_number
+from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.diff.adjoints._carry import Seen, WatchFn
 from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, nodes_between, refuse
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
+from torchopt_dist.torch_private import next_sequence_number
 
 __all__ = ["refusal_as_it_is", "refuse_undeclared", "watched"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._silent import run_aloud
 from torchopt_dist.diff.adjoints.adjoint import Adjoint

@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist._formulas.attention import attention_by_formula
-from torchopt_dist._options import hinted
-from torchopt_dist._random_turns import Turn
-from torchopt_dist._torch_private import transforms_are_active
-from torchopt_dist._types import LinearSolver
-from torchopt_dist._vjp import Tensors
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.types import LinearSolver
+from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._declared import tensors_of_batches
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
@@ -25,9 +23,11 @@ from torchopt_dist.diff.adjoints._stationary import far_from_a_minimum, warn_of_
 from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.implicit import Found, attach
+from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve.cg import solve_cg
 from torchopt_dist.linear_solve.solver import NotConverged, check_not_converged
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Implicit"]
 

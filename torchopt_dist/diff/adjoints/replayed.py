@@ -10,8 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from torchopt_dist import pytree
-from torchopt_dist._formulas.attention import attention_by_formula
-from torchopt_dist._options import unless
+from torchopt_dist.arguments.options import unless
 from torchopt_dist.diff.adjoints._block_nodes import by_blocks
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._loop_of_samples import outcome_of_samples, over_samples
@@ -19,6 +18,7 @@ from torchopt_dist.diff.adjoints._samples import samples_around
 from torchopt_dist.diff.adjoints._store import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.replay import replayed
+from torchopt_dist.formulas.attention import attention_by_formula
 
 __all__ = ["Replayed"]
 

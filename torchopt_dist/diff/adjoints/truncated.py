@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torchopt_dist._formulas.attention import attention_by_formula
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.formulas.attention import attention_by_formula
 
 __all__ = ["Truncated"]
 

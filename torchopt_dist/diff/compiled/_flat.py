@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._carry import Carry
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other
 from torchopt_dist.diff.adjoints._loop import Loop

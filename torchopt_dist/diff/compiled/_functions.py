@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchopt_dist._torch_private import traced_leaf
-from torchopt_dist._types import OptionalTensor, OptState
+from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
 from torchopt_dist.diff.compiled._flat import FlatModel, Pieces
 from torchopt_dist.nn.module_state import module_clone
+from torchopt_dist.torch_private import traced_leaf
 from torchopt_dist.transform.apply_updates import apply_updates
 from torchopt_dist.transform.base import GradientTransformation
 

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist._programs import CompileMode, Program
-from torchopt_dist._random_turns import Turn
-from torchopt_dist._torch_private import hooks_of_all_modules, transforms_are_active
-from torchopt_dist._types import OptionalTensor, OptState
-from torchopt_dist._vjp import plus, pulled_back
 from torchopt_dist.core.binding import Bindings
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.code_names import is_numpys
+from torchopt_dist.core.programs import CompileMode, Program
+from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.types import OptionalTensor, OptState
+from torchopt_dist.core.vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, UpdateLookFn, WatchFn
 from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
@@ -39,6 +38,7 @@ from torchopt_dist.diff.compiled._functions import (
     step,
 )
 from torchopt_dist.diff.compiled._program import program_for
+from torchopt_dist.torch_private import hooks_of_all_modules, transforms_are_active
 
 __all__ = ["CompiledLoop", "compiled"]
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from torchopt_dist import pytree
-from torchopt_dist._programs import CompileMode, Program, code_of
+from torchopt_dist.core.programs import CompileMode, Program, code_of
 from torchopt_dist.diff.compiled._functions import Parts
 
 __all__ = ["program_for"]

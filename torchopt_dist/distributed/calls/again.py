@@ -16,9 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchopt_dist._future import Future
-from torchopt_dist._random_turns import lent
-from torchopt_dist._threads import when_late
+from torchopt_dist.core.random_turns import lent
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.messages.caller_state import CallerState
@@ -27,6 +25,8 @@ from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.messages.requests import Reply
 from torchopt_dist.distributed.serialization.pickling import pack, unpack
 from torchopt_dist.distributed.transport.retries import Deadline, Sent
+from torchopt_dist.process.future import Future
+from torchopt_dist.process.threads import when_late
 
 __all__ = ["ANOTHER_GRAPH", "Again", "CallAgain", "GradientsAgain"]
 

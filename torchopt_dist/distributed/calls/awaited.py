@@ -11,8 +11,8 @@ from typing import Any, NoReturn, TypeVar
 
 from torch.futures import Future
 
-from torchopt_dist._random_turns import lent
-from torchopt_dist._torch_private import set_failure
+from torchopt_dist.core.random_turns import lent
+from torchopt_dist.torch_private import set_failure
 
 __all__ = ["Awaited"]
 

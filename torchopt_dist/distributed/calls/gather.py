@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchopt_dist._future import Future, as_completed
-from torchopt_dist._random_turns import lent
-from torchopt_dist._tracebacks import from_user_code
+from torchopt_dist.core.random_turns import lent
 from torchopt_dist.errors import CallTimeoutError, TodistError
+from torchopt_dist.pickling.tracebacks import from_user_code
+from torchopt_dist.process.future import Future, as_completed
 
 __all__ = ["GRACE_SECONDS", "gather"]
 

@@ -25,14 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist._future import Future
-from torchopt_dist._grad_accumulators import apart_from
-from torchopt_dist._random_turns import lent
-from torchopt_dist._torch_private import (
-    engine_keeps_graph,
-    transforms_are_active,
-)
-from torchopt_dist._versions import Seen, check_inputs
+from torchopt_dist.core.grad_accumulators import apart_from
+from torchopt_dist.core.random_turns import lent
+from torchopt_dist.core.versions import Seen, check_inputs
 from torchopt_dist.distributed.calls.again import Again, CallAgain, GradientsAgain
 from torchopt_dist.distributed.calls.local import Beside, Here
 from torchopt_dist.distributed.calls.nodes import collect, dispatch
@@ -54,6 +49,11 @@ from torchopt_dist.distributed.transport.retries import Ask, AsSent, Attempt, De
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.distributed.worker.gradient_sums import with_gradients
 from torchopt_dist.errors import NotInitializedError, SerializationError
+from torchopt_dist.process.future import Future
+from torchopt_dist.torch_private import (
+    engine_keeps_graph,
+    transforms_are_active,
+)
 
 __all__ = ["RemoteGraph"]
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from torchopt_dist._future import Future
-from torchopt_dist._random_turns import visiting
-from torchopt_dist._threads import settle_in_thread
+from torchopt_dist.core.random_turns import visiting
 from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.group.kept import Kept, KeptGraph, graph_missing
 from torchopt_dist.distributed.group.spans import Recorder
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.serialization.wire import from_wire, to_wire
 from torchopt_dist.distributed.worker.handler import answer
+from torchopt_dist.process.future import Future
+from torchopt_dist.process.threads import settle_in_thread
 
 __all__ = ["Beside", "Here"]
 

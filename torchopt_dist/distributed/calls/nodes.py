@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchopt_dist._grad_accumulators import hold_grad_accumulators
-from torchopt_dist._torch_private import (
+from torchopt_dist.core.grad_accumulators import hold_grad_accumulators
+from torchopt_dist.core.versions import Seen
+from torchopt_dist.distributed.group.group import errors_of_runs
+from torchopt_dist.torch_private import (
     engine_needs_node,
     engine_run,
     held_by_run,
     set_sequence_number,
 )
-from torchopt_dist._versions import Seen
-from torchopt_dist.distributed.group.group import errors_of_runs
 
 __all__ = ["FIRST", "Graph", "collect", "dispatch", "errors_of_nodes"]
 

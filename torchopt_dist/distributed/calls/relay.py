@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchopt_dist._future import Future, as_completed
-from torchopt_dist._serialized_exception import PassedOnError
 from torchopt_dist.distributed.calls.graph import RemoteGraph
 from torchopt_dist.distributed.calls.local import Here
 from torchopt_dist.distributed.calls.siblings import Siblings
@@ -27,6 +25,8 @@ from torchopt_dist.distributed.serialization.pickling import pack, raised, reply
 from torchopt_dist.distributed.worker.chunk_requests import TakeChunk, arriving
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.errors import WorkerLostError
+from torchopt_dist.pickling.serialized_exception import PassedOnError
+from torchopt_dist.process.future import Future, as_completed
 
 __all__ = ["Branch", "Child", "Relay", "spread"]
 

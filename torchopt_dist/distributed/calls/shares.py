@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist._future import Future
-from torchopt_dist._random_turns import lent
+from torchopt_dist.core.random_turns import lent
 from torchopt_dist.distributed.calls.again import ANOTHER_GRAPH
 from torchopt_dist.distributed.calls.relay import Branch, Child, spread
 from torchopt_dist.distributed.calls.siblings import Siblings
@@ -25,6 +24,7 @@ from torchopt_dist.distributed.messages.message import Late, Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.transport.retries import AsSent, Deadline
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
+from torchopt_dist.process.future import Future
 
 __all__ = ["Shares"]
 

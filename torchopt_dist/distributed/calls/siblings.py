@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torchopt_dist._future import Future
-from torchopt_dist._serialized_exception import SerializedException
-from torchopt_dist._torch_private import engine_run
 from torchopt_dist.distributed.group.call_log import CallLog
 from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.serialization.pickling import raised, reply_of
+from torchopt_dist.pickling.serialized_exception import SerializedException
+from torchopt_dist.process.future import Future
+from torchopt_dist.torch_private import engine_run
 
 __all__ = ["Siblings"]
 

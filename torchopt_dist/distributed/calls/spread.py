@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchopt_dist._future import Future
 from torchopt_dist.distributed.calls.graph import RemoteGraph
 from torchopt_dist.distributed.calls.shares import Shares
 from torchopt_dist.distributed.calls.siblings import Siblings
@@ -23,6 +22,7 @@ from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
 from torchopt_dist.distributed.serialization.pickling import PackedModules
 from torchopt_dist.distributed.transport.retries import AsSent
+from torchopt_dist.process.future import Future
 
 __all__ = ["ask", "call", "calls"]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from torchopt_dist._future import Future
 from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.group.table import bytes_text, seconds_text
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.process.future import Future
 
 __all__ = ["CallLog", "call_log"]
 

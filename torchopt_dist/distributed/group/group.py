@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchopt_dist._future import Future
-from torchopt_dist._threads import ThreadPool
 from torchopt_dist.distributed.group.chunks import Streams
 from torchopt_dist.distributed.group.graph_releaser import GraphReleaser
 from torchopt_dist.distributed.group.kept import Kept, KeptGraph, graph_missing
@@ -30,6 +28,8 @@ from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.transport.base import Transport
 from torchopt_dist.distributed.transport.retries import Retries
 from torchopt_dist.errors import NotInitializedError, PeerFailedError, WorkerLostError
+from torchopt_dist.process.future import Future
+from torchopt_dist.process.threads import ThreadPool
 
 __all__ = [
     "Group",

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import nccl_group
-from torchopt_dist._versions import Seen
+from torchopt_dist.core.versions import Seen
 from torchopt_dist.distributed.group.kept import HeldLeaf
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.errors import ResidentError
+from torchopt_dist.torch_private import nccl_group
 
 __all__ = ["Before", "Held", "HeldLeaves", "Options", "keep_grads", "mirror_missing"]
 

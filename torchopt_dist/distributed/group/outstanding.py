@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from torchopt_dist._random_turns import lent
+from torchopt_dist.core.random_turns import lent
 from torchopt_dist.errors import CallTimeoutError
 
 __all__ = ["Outstanding"]

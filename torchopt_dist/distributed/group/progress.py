@@ -12,8 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from torchopt_dist._future import Future
 from torchopt_dist.distributed.group.group import answering_group
+from torchopt_dist.process.future import Future
 
 __all__ = ["Bar", "teller"]
 

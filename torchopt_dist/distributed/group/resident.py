@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchopt_dist._random_turns import lent
+from torchopt_dist.core.random_turns import lent
 from torchopt_dist.distributed.group.group import (
     Group,
     answering_group,

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar, get
 
 from torch.profiler import record_function
 
-from torchopt_dist import _torch_private
+from torchopt_dist import torch_private
 from torchopt_dist.distributed.messages.message import Message
 
 __all__ = ["PHASES", "Phase", "Recorder", "Span", "Spanned"]
@@ -105,7 +105,7 @@ class Recorder:
 
     def span(self, phase: Phase, call: tuple[int, int] | None = None, peer: int | None = None) -> Spanned:
         """Context manager: its body is recorded, if a profile is on here or ``torch.profiler`` is."""
-        if phase not in self._phases or not (self.profile.on or _torch_private.profiler_is_on()):
+        if phase not in self._phases or not (self.profile.on or torch_private.profiler_is_on()):
             return self._off
         return _Recorded(self, phase, call, peer)
 
@@ -119,7 +119,7 @@ class Recorder:
         **kwargs: P.kwargs,
     ) -> T:
         """``work(*args, **kwargs)``, recorded as by :meth:`span`; if it is a message, its bytes are counted."""
-        if not (self.profile.on or _torch_private.profiler_is_on()):
+        if not (self.profile.on or torch_private.profiler_is_on()):
             return work(*args, **kwargs)
         with self.span(phase, call, peer) as span:
             made = work(*args, **kwargs)

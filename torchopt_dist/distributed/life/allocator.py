@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from torchopt_dist._free_memory import glibc
+from torchopt_dist.process.free_memory import glibc
 
 __all__ = ["keep_for_next_call"]
 

@@ -15,10 +15,10 @@ from types import FrameType
 
 import torch
 
-from torchopt_dist._torch_private import exception_in, frame_of
 from torchopt_dist.distributed.life.cleanup_blocks import is_cleaning_up
 from torchopt_dist.distributed.transport.shutdown import FINALLY_SECONDS, GRACE_SECONDS
 from torchopt_dist.errors import TodistError
+from torchopt_dist.torch_private import exception_in, frame_of
 
 __all__ = ["Interruption", "end_threads", "is_in_backward"]
 

@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from torchopt_dist._signals import TERMINATED
-from torchopt_dist._torch_private import set_cpp_log_level
-from torchopt_dist._tracebacks import format_error, show_user_frames, summary
 from torchopt_dist.errors import PeerFailedError, WorkerLostError
+from torchopt_dist.pickling.tracebacks import format_error, show_user_frames, summary
+from torchopt_dist.process.signals import TERMINATED
+from torchopt_dist.torch_private import set_cpp_log_level
 
 __all__ = ["CppWarnings", "one_line", "report", "tell_torchrun", "tell_user"]
 

@@ -19,8 +19,6 @@ import setproctitle
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from torchopt_dist import _network
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.calls.spread import ask
 from torchopt_dist.distributed.group.group import Group, set_group
 from torchopt_dist.distributed.life.allocator import keep_for_next_call
@@ -50,6 +48,8 @@ from torchopt_dist.distributed.transport import shutdown
 from torchopt_dist.distributed.transport.choice import choose
 from torchopt_dist.distributed.worker.handler import handle_request
 from torchopt_dist.errors import AgentFailedError, InitializationError, PeerFailedError, WorkerLostError
+from torchopt_dist.process import network
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["RunningGroup"]
 
@@ -108,11 +108,11 @@ class RunningGroup:
                         "in all tasks, MASTER_ADDR to the machine of rank 0 and MASTER_PORT to a free port there"
                     )
         host = os.environ.get("MASTER_ADDR", "127.0.0.1") if world.world_size > 1 else "127.0.0.1"
-        self._variables = {name: os.environ.get(name) for name in _network.VARIABLES}
-        _network.choose_interface(host)
+        self._variables = {name: os.environ.get(name) for name in network.VARIABLES}
+        network.choose_interface(host)
         keep_for_next_call()
         if world.world_size > 1:
-            _network.check_loopback(host)
+            network.check_loopback(host)
             check_descriptors(chosen.files + world.world_size)
         nonce, plain = store_module.rendezvous(
             world.rank, world.world_size, chosen.init_method, self.incarnation
@@ -131,7 +131,7 @@ class RunningGroup:
                     self._take_place(placed)
                     world, chosen = self.world, self.chosen
                     self.membership.me = own_member(world, self.on_loss, self.incarnation)
-                here = _network.local_address(host) if world.world_size > 1 else ""
+                here = network.local_address(host) if world.world_size > 1 else ""
                 self.membership.join(store, here, store_module.init_timeout())
             self.group = Group(
                 self.membership, self.settings, chosen.call_timeout, chosen.make, ask, handle_request

@@ -10,8 +10,8 @@ import signal
 import threading
 from types import FrameType
 
-from torchopt_dist._signals import INTERRUPT, TERMINATED
 from torchopt_dist.distributed.life.interruption import Interruption
+from torchopt_dist.process.signals import INTERRUPT, TERMINATED
 
 __all__ = ["LAST_SECONDS", "Termination"]
 

@@ -14,11 +14,11 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.membership.link import AGAIN_SECONDS, NO_ANSWER, keep_alive
 from torchopt_dist.distributed.membership.listener import Listener
 from torchopt_dist.distributed.membership.members import Member
 from torchopt_dist.errors import WorkerLostError
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["DirectLinks"]
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.membership.link import (
     DIED,
     RESET,
@@ -21,6 +20,7 @@ from torchopt_dist.distributed.membership.listener import Listener
 from torchopt_dist.distributed.membership.replacements import Replacements, waits_for_nobody
 from torchopt_dist.distributed.membership.stopped import is_running, process_table
 from torchopt_dist.distributed.membership.watchdog import is_heard
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["END", "HUB", "JOIN_SECONDS", "START", "Barrier", "Hub"]
 

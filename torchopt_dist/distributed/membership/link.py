@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = [
     "DIED",

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.membership.direct_links import DirectLinks
 from torchopt_dist.distributed.membership.hub import END, HUB, JOIN_SECONDS, START, Barrier, Hub
 from torchopt_dist.distributed.membership.link import STOPPED, UNREACHABLE, ToHub
@@ -31,6 +30,7 @@ from torchopt_dist.distributed.membership.watchdog import Watchdog
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.errors import InitializationError, PeerFailedError
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["Membership"]
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchopt_dist._out_of_memory import out_of_memory_kills
 from torchopt_dist.distributed.membership.hub import HUB, START, Barrier
 from torchopt_dist.distributed.membership.link import DIED, OVER
 from torchopt_dist.distributed.membership.members import Failure, Member
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.errors import PeerFailedError, WorkerLostError
+from torchopt_dist.process.out_of_memory import out_of_memory_kills
 
 __all__ = ["MembershipState"]
 

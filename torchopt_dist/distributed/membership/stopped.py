@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.membership.link import DIED, STOPPED
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["StoppedProcesses", "is_running", "looks", "process_table"]
 

@@ -16,8 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torchopt_dist._liveness import Liveness
 from torchopt_dist.distributed.membership.stopped import looks
+from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["Watchdog", "is_heard"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import engine_captures_leaf, transforms_are_active
+from torchopt_dist.torch_private import engine_captures_leaf, transforms_are_active
 
 __all__ = ["Handle", "StayingModule", "hook_of"]
 

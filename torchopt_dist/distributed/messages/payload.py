@@ -13,9 +13,9 @@ from typing import Any, Literal, TypedDict
 import optree
 from torch import Tensor, nn
 
-from torchopt_dist._programs import CompileMode, check_mode
-from torchopt_dist._random_turns import draw_seed
-from torchopt_dist._types import Args, KwArgs
+from torchopt_dist.core.programs import CompileMode, check_mode
+from torchopt_dist.core.random_turns import draw_seed
+from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.stacked import Stacked
 

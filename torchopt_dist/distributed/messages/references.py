@@ -16,11 +16,11 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._grad_accumulators import hold_grad_accumulators
-from torchopt_dist._random_turns import lent
-from torchopt_dist._torch_private import transforms_are_active
+from torchopt_dist.core.grad_accumulators import hold_grad_accumulators
+from torchopt_dist.core.random_turns import lent
 from torchopt_dist.errors import ResidentError
 from torchopt_dist.nn.module_state import extract_state_dict, module_clone, recover_state_dict
+from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["ConnectedRRef", "Reference", "carried_by", "requires_grad"]
 

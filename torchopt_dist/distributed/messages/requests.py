@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.pickling.serialized_exception import SerializedException
 
 __all__ = ["Backward", "Call", "Errand", "Key", "Made", "Release", "Reply", "Request", "Worker"]
 

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._types import Args, KwArgs
+from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.pytree._containers import Flat, flatten
 
 __all__ = ["Rows", "Stacked", "split_values", "stacked", "taken_apart"]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from torchopt_dist._launchers import NAMES, find_task
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
 from torchopt_dist.errors import InitializationError
+from torchopt_dist.process.launchers import NAMES, find_task
 
 __all__ = [
     "WorldInfo",

@@ -19,9 +19,6 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
-from torchopt_dist._code_pickler import CodePickler, op_of_torch
-from torchopt_dist._torch_private import name_of_op
-from torchopt_dist._wrapped_functions import NAMED_BY_PICKLE
 from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, enclosed
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
@@ -32,6 +29,9 @@ from torchopt_dist.distributed.serialization.parametrized import is_parametrized
 from torchopt_dist.distributed.serialization.shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.nn._module_copy import ModuleCopy
+from torchopt_dist.pickling.code_pickler import CodePickler, op_of_torch
+from torchopt_dist.pickling.wrapped_functions import NAMED_BY_PICKLE
+from torchopt_dist.torch_private import name_of_op
 
 __all__ = ["OverlapError", "PackedModules", "Pickler", "Structures", "dump"]
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchopt_dist._serialized_exception import SerializedException
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Call, Reply
 from torchopt_dist.distributed.serialization.long_bytes import Holes, reader
@@ -28,6 +27,7 @@ from torchopt_dist.distributed.serialization.plain import MARK, plain_skeleton, 
 from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.distributed.serialization.unpickler import Held, Unpickler
 from torchopt_dist.errors import SerializationError, TodistError
+from torchopt_dist.pickling.serialized_exception import SerializedException
 
 __all__ = ["PackedModules", "error_reply", "message_of", "pack", "raised", "reply_of", "unpack"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchopt_dist._types import Args, KwArgs
+from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
 from torchopt_dist.distributed.messages.requests import Backward, Call, Reply

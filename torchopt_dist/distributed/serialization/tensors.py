@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from torchopt_dist._torch_private import (
+from torchopt_dist.distributed.messages.globals_of_code import GlobalsOfCode
+from torchopt_dist.distributed.messages.handle import Handle, StayingModule
+from torchopt_dist.distributed.serialization.names import name_of
+from torchopt_dist.errors import SerializationError
+from torchopt_dist.torch_private import (
     buffers_of,
     forward_mode_is_active,
     is_batched_gradient,
     is_functorch_tensor,
     parameters_of,
 )
-from torchopt_dist.distributed.messages.globals_of_code import GlobalsOfCode
-from torchopt_dist.distributed.messages.handle import Handle, StayingModule
-from torchopt_dist.distributed.serialization.names import name_of
-from torchopt_dist.errors import SerializationError
 
 __all__ = ["Tensors", "check_sendable"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchopt_dist._types import TensorContainer
+from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.distributed.messages.references import ConnectedRRef
 
 __all__ = [

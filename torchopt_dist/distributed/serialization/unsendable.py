@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from torchopt_dist._unsendable import find_unsendable
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.errors import SerializationError
+from torchopt_dist.pickling.unsendable import find_unsendable
 
 __all__ = ["place_in_payload", "place_in_values"]
 

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Protocol
 
-from torchopt_dist._future import Future
-from torchopt_dist._threads import ThreadPool
 from torchopt_dist.distributed.membership.members import Member, OnLoss
 from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
 from torchopt_dist.distributed.transport.pending import Pending
 from torchopt_dist.errors import WorkerLostError
+from torchopt_dist.process.future import Future
+from torchopt_dist.process.threads import ThreadPool
 
 __all__ = ["Host", "Sender", "Transport"]
 

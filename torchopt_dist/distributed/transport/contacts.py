@@ -24,8 +24,8 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from torchopt_dist import _network
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
+from torchopt_dist.process import network
 
 __all__ = ["IPC_VARIABLE", "Contact", "Endpoint", "configure", "contact_of"]
 
@@ -163,7 +163,7 @@ class Endpoint:
         self.socket.curve_publickey, self.socket.curve_secretkey = self._public, self._secret
         self.socket.zap_domain = DOMAIN.encode()
         self.socket.zap_enforce_domain = True  # where nobody answers who may come, nobody may
-        address = _network.local_address(host)
+        address = network.local_address(host)
         if ":" in address:
             self.socket.ipv6, address = True, f"[{address}]"
         port = self.socket.bind_to_random_port(f"tcp://{address}")

@@ -11,10 +11,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from torchopt_dist._future import Future, as_completed
 from torchopt_dist.distributed.membership.members import Member
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.errors import WorkerLostError
+from torchopt_dist.process.future import Future, as_completed
 
 __all__ = ["Alarms", "Pending", "disconnected"]
 

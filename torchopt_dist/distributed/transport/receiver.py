@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from torchopt_dist._threads import ThreadPool
+from torchopt_dist.process.threads import ThreadPool
 
 __all__ = ["Receiver"]
 

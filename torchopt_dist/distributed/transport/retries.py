@@ -2,7 +2,8 @@
 
 A share is moved as a whole: its tasks stay together, wherever they run, so that sums over them keep their order and all
 numbers stay the same. It goes to the worker that has the least to do for this caller. There it computes while other
-work waits, since its tasks have exclusive turns (``_random_turns.py``), and draws the numbers that it would have drawn.
+work waits, since its tasks have exclusive turns (``core/random_turns.py``), and draws the numbers that it would have
+drawn.
 If no other worker is left, this process computes it, while its own threads wait for calls.
 
 Only calls are sent again. The graphs of a lost worker are lost, and a backward through one is made again from the call
@@ -22,15 +23,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist._future import Future
-from torchopt_dist._threads import ThreadPool, when_late
-from torchopt_dist._versions import Seen
+from torchopt_dist.core.versions import Seen
 from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.wire import SMALL
 from torchopt_dist.distributed.transport.base import Sender, Transport
 from torchopt_dist.errors import CallTimeoutError, PeerFailedError, RemoteError, WorkerLostError
+from torchopt_dist.process.future import Future
+from torchopt_dist.process.threads import ThreadPool, when_late
 
 __all__ = ["AsSent", "Ask", "Attempt", "Deadline", "Retries", "Sent"]
 

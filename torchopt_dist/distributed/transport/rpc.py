@@ -10,9 +10,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed import rpc
 
-from torchopt_dist._future import Future
-from torchopt_dist._network import check_loopback
-from torchopt_dist._torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.rendezvous import store as store_module
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
@@ -27,6 +24,9 @@ from torchopt_dist.distributed.transport import shutdown
 from torchopt_dist.distributed.transport.base import Host, Transport
 from torchopt_dist.distributed.transport.pending import disconnected
 from torchopt_dist.errors import CallTimeoutError, NotInitializedError
+from torchopt_dist.process.future import Future
+from torchopt_dist.process.network import check_loopback
+from torchopt_dist.torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 
 __all__ = ["RPCTransport", "default_options", "rpc_is_initialized"]
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 import zmq
 
-from torchopt_dist._future import Future
-from torchopt_dist._torch_private import init_distributed_autograd
 from torchopt_dist.distributed.membership.members import Failure
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
@@ -31,6 +29,8 @@ from torchopt_dist.distributed.transport.mesh import Mesh, Received
 from torchopt_dist.distributed.transport.pending import Alarms, disconnected
 from torchopt_dist.distributed.transport.receiver import Receiver
 from torchopt_dist.errors import CallTimeoutError, InitializationError, SerializationError, WorkerLostError
+from torchopt_dist.process.future import Future
+from torchopt_dist.torch_private import init_distributed_autograd
 
 __all__ = ["ZMQTransport"]
 

@@ -37,8 +37,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import hooks_of_all_modules, name_of_op, original_of
 from torchopt_dist.core.code_names import is_installed, reads, top_package
+from torchopt_dist.torch_private import hooks_of_all_modules, name_of_op, original_of
 
 __all__ = ["Family", "Meaning", "RefusedError"]
 

@@ -14,10 +14,10 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._formulas.traced import TracedFormulas
-from torchopt_dist._torch_private import buffers_of, traced_leaf
-from torchopt_dist._types import OptionalTensor, TensorContainer
+from torchopt_dist.core.types import OptionalTensor, TensorContainer
+from torchopt_dist.formulas.traced import TracedFormulas
 from torchopt_dist.nn._traced_module import named_parameters, parts_of, replace_parameters, traced_copy
+from torchopt_dist.torch_private import buffers_of, traced_leaf
 
 __all__ = ["Slot", "check_inputs", "differentiable", "values", "values_and_gradients"]
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._torch_private import buffers_of, transforms_are_active
-from torchopt_dist._vmap import for_each_sample
+from torchopt_dist.core.vmap import for_each_sample
 from torchopt_dist.pytree._containers import flatten
+from torchopt_dist.torch_private import buffers_of, transforms_are_active
 
 __all__ = ["Buffers", "Place", "Returning", "buffers_in", "check_buffers", "differs", "take"]
 

@@ -16,9 +16,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._programs import CompileMode, Program, code_of
-from torchopt_dist._torch_private import note_attributes
-from torchopt_dist._types import OptionalTensor
+from torchopt_dist.core.programs import CompileMode, Program, code_of
+from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
 from torchopt_dist.distributed.worker._same_function import Family, Meaning, RefusedError
 from torchopt_dist.distributed.worker._traced_tasks import (
@@ -29,6 +28,7 @@ from torchopt_dist.distributed.worker._traced_tasks import (
     values_and_gradients,
 )
 from torchopt_dist.distributed.worker.buffers import Place, Returning, buffers_in, differs
+from torchopt_dist.torch_private import note_attributes
 
 __all__ = ["LARGE", "LIMIT", "CompiledTask"]
 

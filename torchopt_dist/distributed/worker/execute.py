@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from torchopt_dist._evaluation import evaluate
-from torchopt_dist._formulas import formulas_in_transforms
-from torchopt_dist._formulas.attention import without_fast_path
-from torchopt_dist._random_turns import Turn
+from torchopt_dist.core.evaluation import evaluate
+from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.distributed.group.progress import teller
 from torchopt_dist.distributed.group.resident import resolved
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.messages.stacked import Stacked, split_values, stacked, taken_apart
 from torchopt_dist.distributed.worker.compiled import CompiledTask
 from torchopt_dist.distributed.worker.device import receiving_device
+from torchopt_dist.formulas import formulas_in_transforms
+from torchopt_dist.formulas.attention import without_fast_path
 
 __all__ = ["Ran", "run"]
 

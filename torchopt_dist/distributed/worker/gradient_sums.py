@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from torchopt_dist._future import Future
 from torchopt_dist.distributed.group.chunks import Deferred, Piece, chunks_of
 from torchopt_dist.distributed.group.group import answering_group
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Key, Reply
 from torchopt_dist.distributed.serialization.pickling import pack, reply_of, unpack
 from torchopt_dist.distributed.worker.chunk_requests import TakeChunk
+from torchopt_dist.process.future import Future
 
 __all__ = ["add_up", "with_gradients"]
 

@@ -14,11 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
-from torchopt_dist._torch_private import (
-    advance_sequence_numbers,
-    forget_failed_runs,
-    next_sequence_number,
-)
 from torchopt_dist.core.second_order import guarded, refuse_left_out
 from torchopt_dist.distributed.group.chunks import Deferred
 from torchopt_dist.distributed.group.group import answering_group
@@ -38,6 +33,11 @@ from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.distributed.worker.gradient_sums import add_up
 from torchopt_dist.distributed.worker.left_behind import LeftBehind
 from torchopt_dist.errors import SerializationError
+from torchopt_dist.torch_private import (
+    advance_sequence_numbers,
+    forget_failed_runs,
+    next_sequence_number,
+)
 
 __all__ = ["answer", "handle_request"]
 

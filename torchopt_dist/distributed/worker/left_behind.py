@@ -23,13 +23,13 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist._functional import replaced
-from torchopt_dist._torch_private import buffers_of, is_used_up
-from torchopt_dist._unconnected import Unconnected, unconnected
-from torchopt_dist._versions import Seen
+from torchopt_dist.core.functional import replaced
+from torchopt_dist.core.unconnected import Unconnected, unconnected
+from torchopt_dist.core.versions import Seen
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.worker.buffers import Place, buffers_in, differs
+from torchopt_dist.torch_private import buffers_of, is_used_up
 
 __all__ = ["LeftBehind"]
 

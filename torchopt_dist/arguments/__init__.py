@@ -1,0 +1,1 @@
+"""Wrong arguments and names → errors that say what was meant."""

@@ -1,0 +1,1 @@
+"""Functions and exceptions → bytes that another process makes them of."""

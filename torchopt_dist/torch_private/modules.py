@@ -1,0 +1,126 @@
+"""Modules of ``torch.nn``: the dictionaries in which they keep what is theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchopt_dist.core.types import TensorContainer
+
+
+def parameters_of(module: nn.Module) -> TensorContainer:
+    """The dictionary in which a module keeps its own parameters, sub-modules' not among them.
+
+    A tensor with a history can be put in; assigning one to the module's attribute is refused by torch.
+
+    Raises:
+        RuntimeError: the name is missing; then no module can be cloned, recovered or stepped differentiably.
+    """
+    try:
+        return module._parameters  # type: ignore[return-value]
+    except AttributeError:
+        raise _missing(module, "_parameters") from None
+
+
+def set_parameters(module: nn.Module, parameters: TensorContainer) -> None:
+    """Put another dictionary in the place of :func:`parameters_of`, and fail as it does without the name."""
+    own = vars(module)
+    if "_parameters" not in own:
+        raise _missing(module, "_parameters")
+    own["_parameters"] = parameters
+
+
+def buffers_of(module: nn.Module) -> TensorContainer:
+    """The dictionary in which a module keeps its own buffers; otherwise as :func:`parameters_of`."""
+    try:
+        return module._buffers
+    except AttributeError:
+        raise _missing(module, "_buffers") from None
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dictionary in which a module keeps its own sub-modules; otherwise as :func:`parameters_of`."""
+    try:
+        return module._modules
+    except AttributeError:
+        raise _missing(module, "_modules") from None
+
+
+def drop_compiled_call(attributes: dict[str, Any]) -> None:
+    """Drop what ``module.compile()`` has set from a copy of a module's attributes: it calls that module.
+
+    Without the name a copy of such a module computes with the parameters of the original.
+    """
+    attributes.pop("_compiled_call_impl", None)
+
+
+_REGISTERS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_OF_ALL = frozenset(vars(nn.Module())) - {"training", *_REGISTERS}
+
+
+def attributes_for_forward(module: nn.Module) -> tuple[list[str], list[dict[Any, Any]]]:
+    """The names of a module's attributes that may mean something for its forward; the dictionaries among them.
+
+    Without the names the dictionaries are found as other attributes are, as far as they are short.
+    """
+    own = vars(module)
+    return [name for name in own if name not in _OF_ALL], [own[name] for name in _REGISTERS if name in own]
+
+
+_COMPILER_LISTS = torch.__version__ >= "2.13"  # by numbers: a `TorchVersion`
+_names: dict[type, tuple[str, ...]] = {}
+"""For each class the names of its modules' attributes, where the compiler cannot list them itself."""
+
+
+def note_attributes(module: nn.Module) -> None:
+    """Note the names of what a module and those below it have, for :func:`attributes_of` where it is traced."""
+    if _COMPILER_LISTS:
+        return
+    for part in module.modules():
+        before = _names.get(type(part), ())
+        _names[type(part)] = (*before, *(name for name in vars(part) if name not in before))
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a module has by name, as the compiler can trace it; before 2.13 torch's lists no names of a module.
+
+    Raises:
+        NotImplementedError: the compiler cannot list them, and nobody has noted them.
+    """
+    if _COMPILER_LISTS:
+        return module.__dict__
+    if type(module) not in _names:
+        raise NotImplementedError(f"the compiler of torch {torch.__version__} cannot list what a module has")
+    return {name: module.__dict__[name] for name in _names[type(module)] if name in module.__dict__}
+
+
+def hooks_of_all_modules() -> list[dict[Any, Any]]:
+    """The hooks that torch calls for each module, of each kind of which there are any.
+
+    Without the names there are none: a program then does not know that one was added.
+    """
+    every = vars(nn.modules.module)
+    names = [name for name in every if name.startswith("_global_") and name.endswith("_hooks")]
+    return [every[name] for name in names if every[name]]
+
+
+def has_forward_hook(module: nn.Module, hook: Any) -> bool:
+    """Whether a function is among the hooks of a module that get its results.
+
+    Without the name it never is: a hook of which one is enough is registered once more.
+    """
+    return hook in getattr(module, "_forward_hooks", {}).values()
+
+
+def _missing(module: nn.Module, name: str) -> RuntimeError:
+    if isinstance(module, torch.jit.ScriptModule):
+        return RuntimeError(
+            f"a {type(module).__name__} does not show its parameters, which are TorchScript's: give the module that "
+            "was scripted or traced, or `todist.module_clone` of this one"
+        )
+    return RuntimeError(
+        f"torchopt_dist needs the attribute `{name}` of torch.nn.Module, which a {type(module).__name__} does not "
+        f"have in torch {torch.__version__}: use another version of torch"
+    )
