@@ -88,9 +88,10 @@ Launcher(nproc_per_host=2, handlers=[], rpc=sys.argv[2] == "rpc").run(hold_on, P
 
 
 def hold_on(folder):
+    shared = torch.ones(3).share_memory_()  # first: who is killed while torch makes the file leaves it
     start_a_family(folder)
-    torch.ones(3).share_memory_()
     time.sleep(300)
+    del shared
 
 
 @pytest.mark.parametrize(
