@@ -13,8 +13,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from torch.distributed import rpc
 
+from torchopt_dist.arguments.decorated import decorated_alone
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.arguments.parentheses import check_parentheses
 from torchopt_dist.distributed.group.group import find_group
 from torchopt_dist.distributed.life.process_group import BACKENDS
 from torchopt_dist.distributed.life.running_group import RunningGroup
@@ -91,7 +91,8 @@ def auto_init_rpc(
             raised inside ``main`` if ``main`` runs Python code at that time; its ``finally`` blocks then have 5 s.
         WorkerLostError: another rank was lost; it is raised inside ``main`` in the same way.
     """
-    check_parentheses("todist.auto_init_rpc", worker_init_fn)
+    if (alone := decorated_alone(auto_init_rpc, worker_init_fn)) is not None:
+        return alone
     for argument, value in (("worker_init_fn", worker_init_fn), ("worker_name_format", worker_name_format)):
         if value is not None and not callable(value):
             raise TypeError(f"{argument} must be callable, got {type(value).__name__} {value!r}")

@@ -1,4 +1,4 @@
-"""Forgotten parentheses of a decorator are told where the function is defined, not where it is called."""
+"""A decorator without parentheses is one with its defaults; a function that is its argument stays that."""
 
 from __future__ import annotations
 
@@ -26,28 +26,38 @@ def logged(function):
     return wrapped
 
 
-@pytest.mark.parametrize("name", DECORATORS)
-def test_forgotten_parentheses_are_told_at_decoration_time(name):
-    decorator = DECORATORS[name]
+def test_without_parentheses_it_has_its_defaults(world):
+    def body():
+        names = {"todist": todist}
+        exec("@todist.parallelize\ndef loss(x):\n    return x.sum()", names)
+        assert [part.item() for part in names["loss"](torch.arange(5.0))] == [10.0]
 
-    with pytest.raises(TypeError, match=rf"`loss` became its first argument: write `@{name}\(\)`"):
-        exec(f"@{name}\ndef loss(x):\n    return x", {"todist": todist})
-    with pytest.raises(TypeError, match="loss` became its first argument"):
-
-        @decorator
+        @todist.parallelize_async
         @logged
-        def loss(
+        def later(
             x,
             y=2,
         ):
-            return x * y
+            return x.sum() * y
 
-    with pytest.raises(TypeError, match=r"Trainer\.loss` became its first argument"):
+        assert [part.item() for part in later(torch.arange(5.0)).wait()] == [20.0]
 
         class Trainer:
-            @decorator
+            @todist.parallelize
             def loss(self, x):
-                return x
+                return x.sum()
+
+        assert [part.item() for part in Trainer().loss(torch.arange(5.0))] == [10.0]
+
+    world(1).on_zero(body)
+
+    @todist.auto_init_rpc
+    def main(x):
+        """Of a program."""
+        return todist.get_world_size(), x
+
+    assert main(3) == (1, 3)
+    assert main.__doc__ == "Of a program."
 
 
 @todist.auto_init_rpc()

@@ -1,23 +1,28 @@
-"""A decorator's first argument → an error, if that is the function that is being decorated."""
+"""A decorator, its first argument → the decorated function, if that is the argument: ``@decorator`` alone."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 from torchopt_dist.arguments import options
 
-__all__ = ["check_parentheses"]
+__all__ = ["decorated_alone"]
 
 
-def check_parentheses(decorator: str, argument: object) -> None:
-    """Raise ``TypeError`` for ``@decorator`` without parentheses; to be called in the decorator's own function.
+def decorated_alone(decorator: Callable[[], Callable[..., Any]], argument: object) -> Any:
+    """What ``@decorator`` without parentheses makes of the function below it; to be called in the decorator itself.
 
     A decorator's first argument may be a function of the user, too: it is the decorated one if the call stands in the
     lines that define it.
+
+    Returns:
+        ``decorator()(argument)``; ``None`` if the argument is no function, or no decorated one.
     """
     if not isinstance(argument, FunctionType) or argument.__name__ == "<lambda>":
-        return
+        return None
     # A frame in a variable of its own would stay until the next garbage collection, and all locals of its callers too.
     caller = inspect.currentframe()
     for _ in range(2):
@@ -26,10 +31,6 @@ def check_parentheses(decorator: str, argument: object) -> None:
         caller = caller.f_back
     code = inspect.unwrap(argument).__code__
     if caller is None or code not in caller.f_code.co_consts:
-        return
+        return None
     last = max(line for _, _, line in code.co_lines() if line is not None)
-    if code.co_firstlineno <= caller.f_lineno <= last:
-        raise TypeError(
-            f"`@{decorator}` decorates nothing without parentheses, and `{argument.__qualname__}` became its first "
-            f"argument: write `@{decorator}()`"
-        )
+    return decorator()(argument) if code.co_firstlineno <= caller.f_lineno <= last else None
