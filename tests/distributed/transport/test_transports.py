@@ -433,7 +433,7 @@ def test_calls_that_are_never_answered_do_not_keep_the_program(chosen):
 
 
 def test_bad_choices(monkeypatch):
-    with pytest.raises(ValueError, match="transport must be 'rpc' or 'zmq', got 'mpi'"):
+    with pytest.raises(ValueError, match="transport must be 'auto' or 'rpc' or 'zmq', got 'mpi'"):
         todist.auto_init_rpc(transport="mpi")
     main = todist.auto_init_rpc(transport="zmq")(todist.get_rank)
     assert main() == 0
@@ -442,11 +442,12 @@ def test_bad_choices(monkeypatch):
             todist.errors.InitializationError, match=f"{next(iter(settings))} is for torch's RPC"
         ):
             todist.auto_init_rpc(transport="zmq", **settings)(todist.get_rank)()
+    assert todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="auto")(todist.get_rank))() == 0
     with pytest.raises(todist.errors.InitializationError, match="asks for another transport: 'rpc'"):
         todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="rpc")(todist.get_rank))()
     monkeypatch.setenv("TODIST_TRANSPORT", "mpi")
     with pytest.raises(
-        todist.errors.InitializationError, match="TODIST_TRANSPORT must be rpc or zmq, got 'mpi'"
+        todist.errors.InitializationError, match="TODIST_TRANSPORT must be auto or rpc or zmq, got 'mpi'"
     ):
         todist.auto_init_rpc()(todist.get_rank)()
     assert main() == 0
