@@ -442,7 +442,9 @@ def test_bad_choices(monkeypatch):
             todist.errors.InitializationError, match=f"{next(iter(settings))} is for torch's RPC"
         ):
             todist.auto_init_rpc(transport="zmq", **settings)(todist.get_rank)()
-    assert todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="auto")(todist.get_rank))() == 0
+    assert (
+        todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="auto")(todist.get_rank))() == 0
+    )
     with pytest.raises(todist.errors.InitializationError, match="asks for another transport: 'rpc'"):
         todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="rpc")(todist.get_rank))()
     monkeypatch.setenv("TODIST_TRANSPORT", "mpi")
