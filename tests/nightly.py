@@ -35,7 +35,8 @@ def cover(rows: Sequence[Row]) -> list[int]:
     while missing:
         # Among rows with equally many that are missing, one whose values have been used least.
         place = max(
-            range(len(parts)), key=lambda i: (len(parts[i] & missing), -sum(uses[part] for part in parts[i]), -i)
+            range(len(parts)),
+            key=lambda i: (len(parts[i] & missing), -sum(uses[part] for part in parts[i]), -i),
         )
         kept.append(place)
         missing -= parts[place]

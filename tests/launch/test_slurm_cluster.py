@@ -328,6 +328,7 @@ def said(text):
     return [line for line in lines if line.startswith(("start", "saved", "done"))]
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_job_that_is_cancelled(cluster, submit, run):
     """Here Python is started as users start it: what tests fork in its place is no process of the job."""
     folder = cluster.folder / "cancelled"
