@@ -122,14 +122,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place(item.path))
 
 
-SHORT = "not nightly"
-"""What `pyproject.toml` gives to `-m`."""
 TURNS = pytest.StashKey[Turns]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == SHORT and any("::" in name for name in config.args):
-        config.option.markexpr = ""  # who names a test gets it whole
+    nightly.give_named_ones_whole(config)
     if hasattr(config, "workerinput"):
         config.stash[TURNS] = Turns(config.workerinput["testrunuid"])
 
