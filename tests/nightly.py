@@ -5,7 +5,7 @@ three factors or more, the rows stay that together have each pair of values; of 
 the marker ``nightly``. The rows of one decorator are a list of cases, and no product: all stay.
 
 A product of less than ``WORTH_IT`` rows stays whole, and so does one with the marker ``every_row``. Rows that are
-skipped on some machines stay, too.
+skipped here stay, too, and are no cover.
 """
 
 from __future__ import annotations
@@ -57,12 +57,21 @@ def values_of(item: pytest.Item, params: dict[str, Any]) -> list[Hashable]:
     return found + [same(value) for value in params.values()]
 
 
+def is_left_alone(mark: pytest.Mark) -> bool:
+    """Whether a row with this mark takes no part: it is nightly by itself, or is skipped here."""
+    return mark.name in ("nightly", "skip") or (mark.name == "skipif" and any(mark.args))
+
+
 def leave_rows(items: Iterable[pytest.Item]) -> None:
     """Mark the rows that the short suite can do without."""
     functions: dict[str, list[tuple[pytest.Item, list[Hashable]]]] = defaultdict(list)
     for item in items:
         spec = getattr(item, "callspec", None)
-        if spec and not {"nightly", "every_row", "skip", "skipif"} & {*item.keywords}:
+        if (
+            spec
+            and not any(item.iter_markers("every_row"))
+            and not any(map(is_left_alone, item.iter_markers()))
+        ):
             functions[item.nodeid.partition("[")[0]].append((item, values_of(item, dict(spec.params))))
     for rows in functions.values():
         if len(rows) >= WORTH_IT:
