@@ -42,7 +42,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick portable fuzz opinfo losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
+.PHONY: help demo test nightly quick portable fuzz opinfo losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,11 +62,14 @@ $(STAMP): $(SOURCES) | $(TORCH_STAMP)
 demo: $(STAMP) ## install, then MAML on handwritten digits on two worker processes
 	$(BIN)/torchrun --nproc_per_node=$(NPROC) examples/maml_digits.py $(ARGS)
 
-test: $(STAMP) ## install, then all tests
+test: $(STAMP) ## install, then the tests, but for those that are left to `make nightly`
 	$(PYTEST) $(ARGS)
 
+nightly: $(STAMP) ## the other tests: rows of products that `make test` leaves out, whole experiments, builds
+	$(PYTEST) -m nightly $(ARGS)
+
 quick: $(STAMP) ## the tests that start no processes and compile nothing
-	TODIST_FUZZ_SEED=0 TODIST_FUZZ_LOOPS=5 $(PYTEST) -m "not processes and not compiles" $(ARGS)
+	TODIST_FUZZ_SEED=0 TODIST_FUZZ_LOOPS=5 $(PYTEST) -m "not processes and not compiles and not nightly" $(ARGS)
 
 portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default"
 	@for one in $(AS); do echo "as with $$one"; env $$(echo $$one | tr , ' ') $(PYTEST) $(COMPUTING) $(ARGS) || red="$$red $$one"; done; \

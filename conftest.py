@@ -20,6 +20,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tests import nightly
 from tests.limits import Limits
 from tests.processes import World
 from tests.turns import Turns
@@ -111,6 +112,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    nightly.leave_rows(items)
     for item in items:
         if "world" in getattr(item, "fixturenames", ()) or starts_processes(item.path):
             item.add_marker(pytest.mark.processes)
@@ -124,6 +126,7 @@ TURNS = pytest.StashKey[Turns]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    nightly.give_named_ones_whole(config)
     if hasattr(config, "workerinput"):
         config.stash[TURNS] = Turns(config.workerinput["testrunuid"])
 

@@ -133,7 +133,14 @@ OF_STRATEGIES = ("sgd module", "adam of numbers module", "schedule module", "ada
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "kind"), [*((name, "module") for name in OPTIMIZERS), ("adamw", "tree")]
+    ("optimizer", "kind"),
+    [
+        *(
+            pytest.param(name, "module", marks=[] if name in ("sgd", "adam") else pytest.mark.nightly)
+            for name in OPTIMIZERS
+        ),
+        pytest.param("adamw", "tree", marks=pytest.mark.nightly),
+    ],
 )
 def test_every_adjoint_with_every_optimizer(optimizer: str, kind: str) -> None:
     problem = Problem(kind, optimizer)
@@ -235,6 +242,7 @@ def test_implicit_gradients() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.nightly
 def test_a_pair_of_loops_goes_to_another_process_and_is_compiled_there() -> None:
     """As with ``parallel=``: what a worker gets is a pickle, and it has no program yet."""
     problem, sent = Problem("module", "adam"), []
@@ -529,6 +537,7 @@ def test_errors_of_the_loss_are_the_loops_own() -> None:
         )
 
 
+@pytest.mark.nightly
 def test_kernels() -> None:
     """With torch's own compiler, dropout and all."""
     assert_same(todist.Replayed(), net(nn.Dropout(0.3), nn.GELU()), lambda lr: todist.adam(lr=lr))

@@ -66,6 +66,7 @@ def directives() -> set[str]:
     return {name.partition(".")[2] for name in names}
 
 
+@functools.cache
 def rows() -> dict[str, str]:
     """Name, without ``todist.`` → what its row says; of several names in a row, the first one."""
     read = {}

@@ -38,12 +38,14 @@ def test_torchrun():
 
 
 @NEEDS_SLURM
+@pytest.mark.nightly
 def test_srun(slurm, warm_executable):
     told = slurm.run("srun", "-N2", "-n2", warm_executable, TRAIN, PYTHONPATH=str(ROOT))
     assert curve(told, 2) == expected()
 
 
 @NEEDS_SLURM
+@pytest.mark.nightly
 def test_submitit(slurm, warm_executable):
     found = importlib.util.find_spec("submitit")
     assert found is not None, "submitit is one of the packages for tests"
@@ -59,6 +61,7 @@ PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich"}
 
 
 @pytest.mark.parametrize("mpirun", PACKAGES)
+@pytest.mark.nightly
 def test_mpirun(mpirun, warm_executable):
     if shutil.which(mpirun) is None:
         pytest.skip(f"needs {mpirun}, of the system package {PACKAGES[mpirun]}")
@@ -88,6 +91,7 @@ def run_main():
     return program.main()
 
 
+@pytest.mark.nightly
 def test_launch_by_a_command(warm_executable):
     found = on_launched_workers(hosts=["pod-0", "pod-1"], shell="env POD={host}", python=warm_executable)
     assert found == expected()

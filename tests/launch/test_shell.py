@@ -67,6 +67,7 @@ sleep 1000
 """
 
 
+@pytest.mark.nightly
 def test_a_command_that_waits_for_a_host_that_is_down_is_killed(shell_launcher, tmp_path):
     """As `srun` waits."""
     command = tmp_path / "stubborn"

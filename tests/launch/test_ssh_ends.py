@@ -162,7 +162,14 @@ Launcher(hosts=["node1"], nproc_per_host=2, ssh_config=sys.argv[2], python=sys.a
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
+        signal.SIGKILL,
+    ],
+)
 def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, warm_executable, tmp_path, number):
     program = start_python("-c", LAUNCHER, tmp_path, sshd.config, warm_executable)
     try:

@@ -291,6 +291,7 @@ def train_there(options, words):
     return Launcher(**options).run(example.main, args).results
 
 
+@pytest.mark.nightly
 def test_the_digits_are_learned_on_two_hosts(elsewhere, by_ssh, alone, tmp_path):
     path = tmp_path / "curve"
     options = {"hosts": ["alpha", "beta"], "log_dir": tmp_path, **by_ssh}
@@ -300,6 +301,7 @@ def test_the_digits_are_learned_on_two_hosts(elsewhere, by_ssh, alone, tmp_path)
     assert same_curve(path, alone)
 
 
+@pytest.mark.nightly
 def test_the_digits_are_learned_on_two_hosts_by_a_command(network, config, alone, warm_executable, tmp_path):
     path = tmp_path / "curve"
     before = [process for name in NAMES for process in network.processes(name)]

@@ -346,6 +346,7 @@ def errors(chosen):
     return World(2, env=chosen).on_zero(body)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_the_conformance(errors, check):
     if check in errors:

@@ -140,7 +140,7 @@ def test_results_of_cuda_graphs_are_kept(vectorize: bool, monkeypatch: pytest.Mo
     todist.auto_init_rpc()(body)()
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("vectorize", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_on_several_workers(world: Any, vectorize: bool) -> None:
     def body() -> None:
         for rank in range(3):

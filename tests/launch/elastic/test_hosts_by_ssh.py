@@ -50,6 +50,7 @@ def sshd(tmp_path):
     switch.off()
 
 
+@pytest.mark.nightly
 def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, warm_executable, caplog):
     def switch():
         world_of(tmp_path, 0, 1)
