@@ -1,4 +1,4 @@
-"""Gradients → Adamax's direction: their running average over their largest recent absolute value."""
+"""Gradients → updates by Adamax: their running average over their largest recent absolute value."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.core.types import TensorTree
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import elementwise, first_state
-from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform._elementwise import elementwise
+from torchopt_dist.transform._hyperparameters import (
+    HyperParameter,
+    check_at_least_zero,
+    check_decay,
+    check_decays,
+)
+from torchopt_dist.transform._texts import documented
+from torchopt_dist.transform.add_decayed_weights import penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.scale import scale_by_learning_rate
 
-__all__ = ["ScaleByAdamaxState", "scale_by_adamax"]
+__all__ = ["ScaleByAdamaxState", "adamax", "scale_by_adamax"]
 
 
 class ScaleByAdamaxState(NamedTuple):
@@ -28,6 +37,7 @@ class ScaleByAdamaxState(NamedTuple):
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
 
+@documented
 def scale_by_adamax(
     b1: HyperParameter = 0.9,
     b2: HyperParameter = 0.999,
@@ -44,11 +54,7 @@ def scale_by_adamax(
             require grad.
         b2: decay of the largest absolute value, with the range and types of ``b1``.
         eps: added to the absolute value, at least 0; a number or a tensor of one element.
-        moment_requires_grad: make the initial state's tensors leaves that require grad.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument is out of its range.
+        moment_requires_grad: leaves at the start.
 
     Example:
         >>> import torch
@@ -60,11 +66,7 @@ def scale_by_adamax(
     check_decay("b1", b1)
     check_decay("b2", b2)
     check_at_least_zero("eps", eps)
-    return elementwise(
-        ScaleByAdamaxState,
-        partial(first_state, ScaleByAdamaxState, moment_requires_grad),
-        partial(_formula, b1=b1, b2=b2, eps=eps),
-    )
+    return elementwise(ScaleByAdamaxState, partial(_formula, b1=b1, b2=b2, eps=eps), moment_requires_grad)
 
 
 def _formula(
@@ -84,3 +86,42 @@ def _formula(
     exp_infs = foreach.maximum(decayed, foreach.add_number(foreach.absolute(grads), eps))
     factor = foreach.inverse(bias_correction.bias_correction(b1, steps))
     return foreach.multiply(foreach.divide(exp_avgs, exp_infs), factor), exp_avgs, exp_infs, steps
+
+
+@hinted
+@documented
+def adamax(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.999),
+    eps: HyperParameter = 1e-6,
+    weight_decay: HyperParameter = 0.0,
+    *,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adamax, as ``torch.optim.Adamax``: :func:`~torchopt_dist.transform.scale_by_adamax`, times the learning rate.
+
+    [Kingma and Ba 2015, Adam: A Method for Stochastic Optimization, section 7.1.]
+
+    Args:
+        lr: learning rate.
+        betas: decays of the running average of the gradients and of their largest absolute value, at least 0 and
+            below 1; numbers or tensors of one element.
+        eps: added to the absolute value, at least 0; a number or a tensor of one element.
+        weight_decay: L2 penalty.
+        moment_requires_grad: leaves at the start.
+        maximize: maximize the objective.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = adamax(lr=0.1)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.1000,  0.1000])
+    """
+    check_decays("betas", betas, 2)
+    return chain(
+        *penalized(weight_decay, maximize),
+        scale_by_adamax(*betas, eps, moment_requires_grad),
+        scale_by_learning_rate(lr),
+    )
