@@ -84,8 +84,9 @@ def _formula(
     exp_avgs = foreach.interpolate(exp_avgs, grads, 1 - b1, inplace=inplace)
     decayed = foreach.multiply(exp_infs, b2, inplace=inplace)
     exp_infs = foreach.maximum(decayed, foreach.add_number(foreach.absolute(grads), eps))
-    factor = foreach.inverse(bias_correction.bias_correction(b1, steps))
-    return foreach.multiply(foreach.divide(exp_avgs, exp_infs), factor), exp_avgs, exp_infs, steps
+    (correction,) = bias_correction.bias_corrections((b1,), steps)
+    directions = foreach.multiply(foreach.divide(exp_avgs, exp_infs), foreach.inverse(correction))
+    return directions, exp_avgs, exp_infs, steps
 
 
 @hinted
