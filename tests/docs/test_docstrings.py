@@ -39,5 +39,5 @@ def test_examples(room: str) -> None:
 
 
 def test_there_are_examples() -> None:
-    modules = ("optim.adam", "transform.clip", "pytree.arithmetic")
+    modules = ("transform.adam", "transform.clip", "pytree.arithmetic")
     assert sum(len(examples_of(f"torchopt_dist.{part}")) for part in modules) > 5

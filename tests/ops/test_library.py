@@ -15,7 +15,7 @@ import torch
 from tests.warm_python import WarmPython
 from torchopt_dist import ops
 from torchopt_dist.ops import library
-from torchopt_dist.ops._remedy import remedy
+from torchopt_dist.ops.library import remedy
 
 PACKAGE = Path(ops.__file__).resolve().parent.parent
 BUILT = any(PACKAGE.glob("_C.*"))

@@ -11,7 +11,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
-from torchopt_dist.optim import _group_state
+from torchopt_dist.optim import optimizer as optimizer_file
 from torchopt_dist.schedule import linear_schedule
 from torchopt_dist.transform.masked import masked
 
@@ -223,7 +223,7 @@ def test_a_schedule_waits_while_there_is_a_number(monkeypatch):
     go(optimizer, w, [1.0, 1.0])
     optimizer.param_groups[0]["lr"] = 0.2
     with monkeypatch.context() as patch:
-        patch.setattr(_group_state, "_fill", None)  # or each step would make a state to throw away
+        patch.setattr(optimizer_file, "begin", None)  # or each step would make a state to throw away
         go(optimizer, w, [1.0])
     optimizer.param_groups[0]["lr"] = tenth
     go(optimizer, w, [1.0])

@@ -17,22 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.ops import _bias_correction as bias_correction
-from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops import _node as node
+from torchopt_dist.ops import library
 from torchopt_dist.ops._columns import (
     Columns,
     check_lengths,
     check_tensors,
     flatten,
-    overwrite,
-    portions,
+    overwrite_by,
     split,
 )
 from torchopt_dist.ops._foreach import Factor, Factors
 
-__all__ = ["adam", "adam_", "corrections_of"]
+__all__ = ["AdamOp", "adam", "adam_", "corrections_of"]
 
 
 def adam(
@@ -89,12 +89,7 @@ def adam(
     named = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "params": params}
     check_lengths({**named, "steps": steps})
     columns = list(named.values())
-    kernel = dispatch.use_kernel("adam", grads, flatten(columns[1:])[1], fused)
-    numbers = not any(isinstance(number, Tensor) for number in (b1, b2, eps, eps_root))
-    if fused and not numbers:
-        raise RuntimeError(
-            "`fused=True` cannot be used: the kernel takes hyper-parameters that are numbers; leave `fused` out"
-        )
+    kernel = library.use_kernel("adam", grads, flatten(columns[1:])[1], fused, b1, b2, eps, eps_root)
     if not kernel:
         check_tensors(named)
     counts = bias_correction.counts(steps)
@@ -111,7 +106,7 @@ def adam(
         weight_decay=0.0 if decoupled else weight_decay,
         maximize=maximize,
         with_params=params is not None,
-        kernel_runs=kernel and numbers and dispatch.are_concrete(bias_correction1, fused),
+        kernel_runs=kernel and library.are_concrete(bias_correction1, fused),
     )
     return *node.run(step, columns, inplace), bias_correction.count_up(counts, inplace=inplace)
 
@@ -139,7 +134,7 @@ class _Adam(node.Step):
     @property
     def is_one_node(self) -> bool:
         numbers = not any(isinstance(number, Tensor) for number in self._numbers())
-        return numbers and dispatch.are_concrete(self.bias_correction1, None)
+        return numbers and library.are_concrete(self.bias_correction1, None)
 
     @property
     def is_uniform(self) -> bool:
@@ -240,27 +235,8 @@ def adam_(
     The step records no graph. It is the fused one of ``torch.optim``, where that takes the tensors and there is no
     ``eps_root``; otherwise it is :func:`adam`, whose results are written over the arguments.
 
-    Args:
-        params: real tensors of any shapes.
-        grads: the gradients, of the same shapes.
-        exp_avgs: as in :func:`adam`.
-        exp_avg_sqs: as in :func:`adam`.
-        steps: as in :func:`adam`; numbers are the caller's to count.
-        lr: learning rate.
-        b1: as in :func:`adam`, but a number, as all of these.
-        b2: as in :func:`adam`.
-        eps: as in :func:`adam`.
-        eps_root: as in :func:`adam`.
-        weight_decay: as in :func:`adam`.
-        decoupled: AdamW's weight decay.
-        maximize: maximize the objective.
-        fused: None uses a fused step or a kernel where there is one, False uses the formula, True demands one of the
-            former.
-
-    Raises:
-        TypeError: as in :func:`adam`.
-        ValueError: as in :func:`adam`.
-        RuntimeError: as in :func:`adam`.
+    The arguments are those of :func:`adam`, all hyper-parameters numbers; counts that are numbers are the caller's to
+    count.
     """
     named = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     check_lengths({**named, "steps": steps})
@@ -268,7 +244,7 @@ def adam_(
     columns = [list(column) for column in named.values()]
     fused_step = None
     if eps_root == 0:
-        fused_step = dispatch.torch_fused_step("adamw" if decoupled else "adam", columns, fused)
+        fused_step = library.torch_fused_step("adamw" if decoupled else "adam", columns, fused)
     with torch.no_grad():
         if fused_step is not None:
             bias_correction.count_up_(counts)
@@ -290,23 +266,84 @@ def adam_(
             return
         if fused is False:
             check_tensors(named)  # before the first portion is written
-        for part in portions(params) if fused is False else [slice(None)]:
-            p, g, m, v, t = (column[part] for column in (*columns, counts))
-            new = adam(
-                g,
-                m,
-                v,
-                t,
-                p,
-                b1=b1,
-                b2=b2,
-                eps=eps,
-                eps_root=eps_root,
-                lr=lr,
-                weight_decay=weight_decay,
-                decoupled=decoupled,
-                maximize=maximize,
-                fused=fused,
-                inplace=True,
-            )
-            overwrite((p, m, v), new[:3])
+        p, g, m, v = columns
+        numbers = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "lr": lr, "maximize": maximize}
+        decay = {"weight_decay": weight_decay, "decoupled": decoupled}
+        overwrite_by(adam, g, [m, v, counts], p, fused=fused, **numbers, **decay)
+
+
+class AdamOp:
+    """Adam's formula for one tensor at a time, by TorchOpt's interface; :func:`~torchopt_dist.adam` takes all at once.
+
+    Args:
+        b1: decay of the average of the gradients, a number.
+        b2: decay of the average of their squares.
+        eps: added to the root.
+        eps_root: added below the root.
+        inplace: if True, may overwrite ``mu`` and ``nu`` where no graph is recorded and no kernel runs.
+
+    Example:
+        >>> import torch
+        >>> zero = torch.zeros(2)
+        >>> mu, nu, direction = AdamOp()(zero, zero.clone(), torch.tensor([1.0, -2.0]), 1)
+        >>> direction
+        tensor([ 1., -1.])
+    """
+
+    def __init__(
+        self,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-8,
+        eps_root: float = 0.0,
+        inplace: bool = True,
+    ) -> None:
+        self.b1, self.b2, self.eps, self.eps_root, self.inplace = b1, b2, eps, eps_root, inplace
+
+    def __call__(
+        self, mu: Tensor, nu: Tensor, updates: OptionalTensor, count: Tensor | int
+    ) -> tuple[Tensor, Tensor, OptionalTensor]:
+        """Make one step.
+
+        Args:
+            mu: average of the gradients, of the shape of ``updates``.
+            nu: average of their squares, of the same shape.
+            updates: the gradient; ``None`` for none, and then ``mu`` and ``nu`` stay as they are.
+            count: the number of this step, from 1 on; a number, or a tensor of one element.
+
+        Returns:
+            The next ``mu``, the next ``nu``, and the direction; connected to the graph, to any order.
+
+        Raises:
+            TypeError: an argument is not a dense tensor of a floating-point dtype.
+            ValueError: the shapes differ, or ``count`` is below 1.
+        """
+        if updates is None:
+            return mu, nu, None
+        for name, x in (("mu", mu), ("nu", nu), ("updates", updates)):
+            if not isinstance(x, Tensor) or x.layout is not torch.strided or not x.is_floating_point():
+                got = f"{x.layout}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"`{name}` must be a dense tensor of a floating-point dtype, got {got}")
+        if not mu.shape == nu.shape == updates.shape:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (mu, nu, updates))
+            raise ValueError(f"`mu`, `nu` and `updates` must have one shape, got {shapes}")
+        if isinstance(count, Tensor):
+            before = count.detach().to("cpu", torch.float32).reshape(()) - 1
+        else:
+            before = torch.tensor(count - 1, dtype=torch.float32, device="cpu")
+        if (
+            not foreach.runs_in_a_loop([before]) and before < 0
+        ):  # in a transformation the value cannot be read
+            raise ValueError(f"`count` must be at least 1, got {int(count)}")
+        directions, mus, nus, _ = adam(
+            [updates],
+            [mu],
+            [nu],
+            [before],
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            eps_root=self.eps_root,
+            inplace=self.inplace and not torch.is_grad_enabled(),
+        )
+        return mus[0], nus[0], directions[0]

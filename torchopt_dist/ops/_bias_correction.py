@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchopt_dist.ops._foreach import Factor, Factors, combine, runs_in_a_loop
 
-__all__ = ["bias_correction", "bias_corrections", "count_up", "count_up_", "counts", "on_device", "values"]
+__all__ = ["bias_corrections", "count_up", "count_up_", "counts", "on_device", "values"]
 
 
 def counts(steps: Sequence[Tensor | float]) -> list[Tensor]:
@@ -68,21 +68,17 @@ def values(counts: Sequence[Tensor]) -> Factors:
     return [t.to(torch.float64) for t in counts]
 
 
-def bias_correction(decay: Factor, steps: Sequence[Tensor]) -> Factors:
+def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor], ahead: int = 0) -> list[Factors]:
     """``1 - decay**t``, in float64: what a running average that began at 0 is divided by after ``t`` steps.
 
     Args:
-        decay: the decay of the average.
-        steps: ``t`` for each tensor: 0-d tensors on the CPU.
+        decays: the decays of averages.
+        steps: ``t`` for each tensor, less ``ahead``: 0-d tensors on the CPU, which are read only once.
+        ahead: so many steps later.
 
     Returns:
-        One value for all tensors, if all have made the same number of steps; else one for each.
+        For each decay one value for all tensors, if all have made the same number of steps; else one for each.
     """
-    return bias_corrections((decay,), steps)[0]
-
-
-def bias_corrections(decays: Sequence[Factor], steps: Sequence[Tensor], ahead: int = 0) -> list[Factors]:
-    """:func:`bias_correction` of several decays, ``ahead`` steps later; the steps are read only once."""
     t = values(steps)
     if ahead:
         t = combine(lambda made: made + ahead, t)

@@ -20,11 +20,10 @@ __all__ = [
     "check_lengths",
     "check_tensors",
     "flatten",
-    "in_portions",
     "join",
     "lie_alike",
     "narrowed",
-    "overwrite",
+    "overwrite_by",
     "pick",
     "portions",
     "present",
@@ -35,8 +34,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-SMALL = 8192
-"""Elements a tensor up to which the time of an operation is that of the call."""
 
 Columns: TypeAlias = Sequence[list[Tensor] | None]
 """Lists of one length, whose tensors at one place belong together; ``None`` where there is no such list."""
@@ -192,10 +189,21 @@ def narrowed(xs: Sequence[Tensor], like: Sequence[Tensor], *, inplace: bool = Fa
     ]
 
 
-def overwrite(columns: Iterable[Sequence[Tensor]], new: Iterable[Sequence[Tensor]]) -> None:
-    """Write the values of new tensors into old ones; where both are the same tensor nothing is written."""
-    for column, values in zip(columns, new, strict=True):
-        for x, y in zip(column, values, strict=True):
+def overwrite_by(
+    op: Callable[..., Sequence[list[Tensor]]],
+    grads: list[Tensor],
+    state: Columns,
+    params: list[Tensor],
+    *,
+    fused: bool | None,
+    **numbers: Any,
+) -> None:
+    """Make a step of an op, and write its results over the parameters and the state; a formula's in portions."""
+    for part in portions(params) if fused is False else [slice(None)]:
+        p, g, *fields = (column if column is None else column[part] for column in (params, grads, *state))
+        made = op(g, *fields, p, fused=fused, inplace=True, **numbers)
+        old = [column for column in (p, *fields) if column is not None]
+        for x, y in zip(join(old), join(made), strict=True):
             if x is not y:
                 x.copy_(y)
 
@@ -226,49 +234,3 @@ def portions(xs: Sequence[Tensor], nbytes: int = 1 << 19) -> Iterator[slice]:
         if size >= nbytes or end == len(xs):
             yield slice(start, end)
             start, size = end, 0
-
-
-def in_portions(formula: Callable[[Columns], Sequence[list[Tensor]]], columns: Columns) -> list[list[Tensor]]:
-    """Apply a formula that works element by element where that is fastest: many small tensors as one, few at a time.
-
-    Args:
-        formula: columns → columns; it records no graph.
-        columns: the first of them is a list.
-
-    Returns:
-        The results of the formula; small tensors have the strides of those of the last column, and separate storages.
-    """
-    first = columns[0] or []
-    out: list[list[Tensor]] = []
-    for part in portions(first):
-        share = [column if column is None else column[part] for column in columns]
-        small = _flat_sizes([column for column in share if column is not None])
-        if small is None:
-            found = formula(share)
-        else:
-            flat = [None if c is None else [torch.cat([x.reshape(-1) for x in c])] for c in share]
-            like = [column for column in share if column is not None][-1]
-            found = [_cut(column[0], small, like) for column in formula(flat)]
-        out = [[*before, *new] for before, new in zip(out, found, strict=True)] if out else list(found)
-    return out
-
-
-def _cut(flat: Tensor, sizes: list[int], like: Sequence[Tensor]) -> list[Tensor]:
-    """Pieces of these sizes, copied to tensors that are laid out as others."""
-    pieces = [torch.empty_like(x, dtype=flat.dtype) for x in like]
-    torch._foreach_copy_(pieces, [cut.view_as(x) for cut, x in zip(flat.split(sizes), like, strict=True)])
-    return pieces
-
-
-def _flat_sizes(columns: Sequence[list[Tensor]]) -> list[int] | None:
-    """The lengths of small tensors that may be laid end to end; ``None`` if these may not."""
-    first = columns[0]
-    sizes = [x.numel() for x in first]
-    if len(first) < 2 or sum(sizes) > SMALL * len(sizes):
-        return None
-    if (
-        not {type(x) for column in columns for x in column} <= PLAIN
-    ):  # DTensors, which lie on several processes
-        return None
-    kinds = {(x.dtype, x.device) for column in columns for x in column}
-    return sizes if len(kinds) == 1 else None

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops import _node as node
+from torchopt_dist.ops import library
 from torchopt_dist.ops._columns import (
     Columns,
     check_lengths,
@@ -27,13 +28,12 @@ from torchopt_dist.ops._columns import (
     flatten,
     join,
     narrowed,
-    overwrite,
-    portions,
+    overwrite_by,
     split,
     widened,
 )
 from torchopt_dist.ops._foreach import Factor
-from torchopt_dist.ops._momentum import with_momentum
+from torchopt_dist.ops._sgd import with_momentum
 
 __all__ = ["rmsprop", "rmsprop_"]
 
@@ -90,17 +90,12 @@ def rmsprop(
     }
     _check_lengths(named, momentum)
     columns = list(named.values())
-    kernel = dispatch.use_kernel("rmsprop", grads, flatten(columns[1:])[1], fused)
-    numbers = not any(isinstance(number, Tensor) for number in (alpha, eps, momentum))
-    if fused and not numbers:
-        raise RuntimeError(
-            "`fused=True` cannot be used: the kernel takes hyper-parameters that are numbers; leave `fused` out"
-        )
+    kernel = library.use_kernel("rmsprop", grads, flatten(columns[1:])[1], fused, alpha, eps, momentum)
     if not kernel:
         check_tensors(named)
     factor = 1.0 if params is None else -lr
     there = tuple(column is not None for column in columns)
-    step = _RMSprop(alpha, eps, momentum, nesterov, factor, there, kernel and numbers)
+    step = _RMSprop(alpha, eps, momentum, nesterov, factor, there, kernel)
     return tuple(node.run(step, columns, inplace))
 
 
@@ -210,25 +205,8 @@ def rmsprop_(
 
     It records no graph. The numbers are those of ``torch.optim.RMSprop(foreach=True)`` to rounding.
 
-    Args:
-        params: real tensors of any shapes.
-        grads: the gradients, of the same shapes.
-        square_avgs: running averages of the squared gradients.
-        grad_avgs: running averages of the gradients; none unless centered.
-        momentum_buffers: running sums of the steps; none where ``momentum`` is 0.
-        lr: learning rate.
-        alpha: decay of the averages.
-        eps: added to the denominator.
-        momentum: the decay of a running sum.
-        nesterov: use Nesterov's look-ahead.
-        weight_decay: how much of a parameter is added to its gradient.
-        maximize: maximize the objective.
-        fused: None uses a kernel where there is one, False the formula, True raises an error where there is none.
-
-    Raises:
-        TypeError: as in :func:`rmsprop`.
-        ValueError: as in :func:`rmsprop`.
-        RuntimeError: as in :func:`rmsprop`.
+    The arguments are those of :func:`rmsprop`, all hyper-parameters numbers; ``weight_decay`` times a parameter is
+    added to its gradient, which ``maximize`` negates before.
     """
     named = {
         "params": params,
@@ -239,7 +217,7 @@ def rmsprop_(
     }
     _check_lengths(named, momentum)
     columns = [column or () for column in named.values()]
-    if dispatch.use_kernel("rmsprop_", params, join(columns[1:]), fused):
+    if library.use_kernel("rmsprop_", params, join(columns[1:]), fused):
         if params:  # without a tensor, torch has no device to choose a kernel by
             numbers = (lr, alpha, eps, momentum, nesterov, weight_decay, maximize)
             torch.ops.todist.rmsprop_(*map(list, columns), *numbers)
@@ -247,22 +225,14 @@ def rmsprop_(
         return
     if fused is False:
         check_tensors(named)  # before the first portion is written
+    p, g, *state = (list(column) for column in columns)
+    options = {"lr": lr, "alpha": alpha, "eps": eps, "momentum": momentum, "nesterov": nesterov}
     with torch.no_grad():
-        for part in portions(params) if fused is False else [slice(None)]:
-            p, g, v = (list(column[part]) for column in columns[:3])
-            a, b = (list(column[part]) or None for column in columns[3:])
-            new = rmsprop(
-                foreach.descent_gradients(g, p, weight_decay, maximize),
-                v,
-                a,
-                b,
-                p,
-                alpha=alpha,
-                eps=eps,
-                momentum=momentum,
-                nesterov=nesterov,
-                lr=lr,
-                fused=fused,
-                inplace=True,
-            )
-            overwrite([column for column in (p, v, a, b) if column is not None], new)
+        op = partial(_penalized, weight_decay, maximize)
+        overwrite_by(op, g, [state[0], *(column or None for column in state[1:])], p, fused=fused, **options)
+
+
+def _penalized(
+    weight_decay: float, maximize: bool, grads: list[Tensor], *rest: Any, **numbers: Any
+) -> tuple[list[Tensor], ...]:
+    return rmsprop(foreach.descent_gradients(grads, rest[-1], weight_decay, maximize), *rest, **numbers)

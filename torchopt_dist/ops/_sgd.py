@@ -18,24 +18,22 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.ops import _bias_correction as bias_correction
-from torchopt_dist.ops import _dispatch as dispatch
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops import _node as node
+from torchopt_dist.ops import library
 from torchopt_dist.ops._columns import (
     Columns,
     are_alike,
     check_lengths,
     check_tensors,
     join,
-    overwrite,
+    overwrite_by,
     pick,
-    portions,
     split,
 )
 from torchopt_dist.ops._foreach import Factor, Factors, is_zero
-from torchopt_dist.ops._momentum import with_momentum
 
-__all__ = ["sgd", "sgd_"]
+__all__ = ["sgd", "sgd_", "with_momentum"]
 
 
 def sgd(
@@ -81,7 +79,7 @@ def sgd(
     """
     only_adds = not fused and is_zero(momentum) and is_zero(weight_decay) and not maximize
     if only_adds and params is not None and not momentum_buffers and not isinstance(lr, Tensor):
-        dispatch.check_choice(fused)
+        library.check_choice(fused)
         check_lengths({"grads": grads, "params": params})
         _check_tensors({"grads": grads, "params": params}, True)
         return (foreach.add(params, grads, -lr, inplace=inplace),)
@@ -91,12 +89,9 @@ def sgd(
     if fused is None and only_adds:
         fused = False  # the formula is one addition, and torch's own node for it is as fast
     counts, sums = columns.pop("steps", None), columns.get("momentum_buffers")
-    kernel = dispatch.use_kernel("sgd", grads, join(columns.values()), fused)
-    numbers = not any(isinstance(number, Tensor) for number in (lr, momentum, dampening, weight_decay))
-    if fused and not numbers:
-        raise RuntimeError(
-            "`fused=True` cannot be used: the kernel takes hyper-parameters that are numbers; leave `fused` out"
-        )
+    kernel = library.use_kernel(
+        "sgd", grads, join(columns.values()), fused, lr, momentum, dampening, weight_decay
+    )
     if not kernel:
         _check_tensors({"grads": grads, **columns}, is_zero(weight_decay) and not nesterov)
     taken = _taken(dampening, counts)
@@ -108,11 +103,39 @@ def sgd(
         weight_decay,
         maximize,
         with_params=params is not None,
-        kernel_runs=kernel and numbers and dispatch.are_concrete(taken, fused),
+        kernel_runs=kernel and library.are_concrete(taken, fused),
     )
     given = [grads, sums, columns.get("params")]
     made = node.run(step, given, inplace)
     return *made, *([] if counts is None else [bias_correction.count_up(counts, inplace=inplace)])
+
+
+def with_momentum(
+    directions: list[Tensor],
+    sums: list[Tensor],
+    momentum: Factor,
+    *,
+    taken: Factors = 1.0,
+    nesterov: bool = False,
+    inplace: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The directions with momentum, and the next sums, which are the same tensors without ``nesterov``.
+
+    Args:
+        directions: tensors of any shapes (``g``).
+        sums: their running sums (``b``).
+        momentum: the decay of the sum; a number, or a tensor of one element.
+        taken: the fraction of a direction that is added to its sum; one number for all, or one for each.
+        nesterov: use Nesterov's look-ahead: ``g + momentum * b``. [Sutskever et al. 2013, On the importance of
+            initialization and momentum in deep learning, equations 1 to 4, without the learning rate in the sum.]
+        inplace: if True, overwrites ``sums``.
+    """
+    sums = foreach.multiply(sums, momentum, inplace=inplace)
+    if isinstance(taken, (int, float)):
+        sums = foreach.add(sums, directions, taken, inplace=inplace)
+    else:
+        sums = foreach.add(sums, foreach.multiply(directions, taken), inplace=inplace)
+    return foreach.add(directions, sums, momentum) if nesterov else sums, sums
 
 
 @dataclass(slots=True, eq=False)
@@ -205,29 +228,13 @@ def sgd_(
     The step records no graph. It is the fused one of ``torch.optim``, where that takes the tensors; otherwise it is
     :func:`sgd`, whose results are written over the arguments.
 
-    Args:
-        params: tensors of any shapes.
-        grads: the gradients, of the same shapes; sparse ones as in :func:`sgd`.
-        momentum_buffers: their running sums; none where ``momentum`` is 0.
-        steps: as in :func:`sgd`; numbers are the caller's to count.
-        lr: learning rate.
-        momentum: the decay of a running sum.
-        dampening: how much of a gradient is left out of the sum, from the second one on.
-        nesterov: use Nesterov's look-ahead.
-        weight_decay: how much of a parameter is added to its gradient.
-        maximize: maximize the objective.
-        fused: None uses a fused step or a kernel where there is one, False the formula, True raises an error where
-            there is none.
-
-    Raises:
-        TypeError: a list holds something else than dense tensors.
-        ValueError: lists differ in length, or tensors that belong together in shape; or one is missing or not wanted.
-        RuntimeError: ``fused=True`` where there is no kernel for these arguments; the message says why.
+    The arguments are those of :func:`sgd`, all hyper-parameters numbers; counts that are numbers are the caller's to
+    count.
     """
     columns = _checked("params", params, {"grads": grads}, momentum_buffers, steps, momentum, dampening)
     counts, sums = columns.pop("steps", None), columns.get("momentum_buffers")
     lists = [list(params), list(grads), sums or []]
-    fused_step = dispatch.torch_fused_step("sgd", lists if sums else lists[:2], fused)
+    fused_step = library.torch_fused_step("sgd", lists if sums else lists[:2], fused)
     with torch.no_grad():
         if fused_step is not None:
             for places, dampened in _by_dampening(counts, dampening):
@@ -247,24 +254,9 @@ def sgd_(
             return
         if fused is False:  # before the first portion is written
             _check_tensors({"params": params, **columns}, weight_decay == 0 and not nesterov)
-        for part in portions(params) if fused is False else [slice(None)]:
-            p, g = (column[part] for column in lists[:2])
-            b, t = (None if column is None else column[part] for column in (sums, counts))
-            new = sgd(
-                g,
-                b,
-                t,
-                p,
-                lr=lr,
-                momentum=momentum,
-                dampening=dampening,
-                nesterov=nesterov,
-                weight_decay=weight_decay,
-                maximize=maximize,
-                fused=fused,
-                inplace=True,
-            )
-            overwrite([p] if b is None else [p, b], new[: 1 + (b is not None)])
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        decay = {"weight_decay": weight_decay, "maximize": maximize}
+        overwrite_by(sgd, lists[1], [sums, counts], lists[0], fused=fused, **numbers, **decay)
 
 
 def _by_dampening(counts: list[Tensor] | None, dampening: float) -> list[tuple[list[int] | None, float]]:

@@ -1,4 +1,4 @@
-"""The kernel libraries beside this package → ops of torch, or the reason why one cannot be used.
+"""The kernel libraries beside this package → ops of torch; lists of tensors → whether one of them runs, or why not.
 
 ``_C`` registers the ops with torch when it is loaded, and ``_C_cuda`` adds their kernels for CUDA, where torch has
 CUDA; torch's dispatcher is then asked which devices have a kernel. Without the libraries everything works by the
@@ -10,20 +10,38 @@ other ranks than rank 0, nor processes that a process starts. CUDA is not mentio
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import json
 import logging
 import os
-from collections.abc import Iterable
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import torch
+from torch import Tensor
 
 from torchopt_dist import torch_private
 from torchopt_dist.core.types import Device
-from torchopt_dist.ops._remedy import remedy
+from torchopt_dist.ops._columns import PLAIN, lie_alike
+from torchopt_dist.ops._foreach import Factor, Factors
 
-__all__ = ["accelerated_op_available", "is_available", "why_not"]
+__all__ = [
+    "accelerated_op_available",
+    "are_concrete",
+    "check_choice",
+    "is_available",
+    "remedy",
+    "torch_fused_step",
+    "transforms_allow",
+    "use_kernel",
+    "why_not",
+]
 
 OPS = (
     "adam",
@@ -38,11 +56,48 @@ OPS = (
 DEVICES = ("cpu", "cuda")
 """Device types that a kernel may be written for."""
 
+_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _torch_ops: Any = torch.ops
+_NAME = "torchopt_dist"
 _LIBRARIES = {"_C": ("kernel library", "_build_note.txt"), "_C_cuda": ("CUDA library", "_cuda_note.txt")}
 _PACKAGE = Path(__file__).resolve().parent.parent
 _TOLD = "TODIST_TOLD_OF_KERNELS"
 """An environment variable, which the processes that a program starts inherit."""
+
+
+def remedy(package: Path) -> str:
+    """The command, for a shell.
+
+    Args:
+        package: the folder of the package.
+
+    Returns:
+        A ``pip install`` of what this installation was made from, which pip has noted beside it (PEP 610); for a source
+        tree that is not installed, a build in place.
+    """
+    tree = package.parent
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = importlib.metadata.distribution(_NAME)
+        source = _source(installed)
+        if source == ["-e", str(tree)]:
+            return f"pip install --no-deps {shlex.join(source)}"
+        if Path(str(installed.locate_file(_NAME))).resolve() == package:
+            return f"pip install --no-deps --force-reinstall --no-cache-dir {shlex.join(source)}"
+    return f"cd {shlex.quote(str(tree))} && python setup.py build_ext --inplace"
+
+
+def _source(installed: importlib.metadata.Distribution) -> list[str]:
+    """The source from which pip installed the package."""
+    source = json.loads(installed.read_text("direct_url.json") or "{}")
+    url = str(source.get("url", ""))
+    if not url or url.endswith(".whl"):  # a wheel stays as it is: the kernels are built from the sources
+        return ["--no-binary", _NAME, f"{_NAME}=={installed.version}"]
+    if "dir_info" in source:
+        path = url2pathname(urlsplit(url).path)
+        return ["-e", path] if source["dir_info"].get("editable") else [path]
+    if "vcs_info" in source:
+        url = f"{source['vcs_info']['vcs']}+{url}@{source['vcs_info']['commit_id']}"
+    return [f"{_NAME} @ {url}"]
 
 
 def load(package: Path = _PACKAGE, name: str = "_C") -> str | None:
@@ -147,3 +202,128 @@ def accelerated_op_available(devices: Device | Iterable[Device] | None = None) -
         devices = [devices]
     named = [f"cuda:{device}" if isinstance(device, int) else device for device in devices]
     return all(is_available(op, device) for device in named for op in ("adam", "adam_backward"))
+
+
+def use_kernel(
+    op: str, first: Sequence[Tensor], rest: Sequence[Tensor], fused: bool | None, *factors: Factor
+) -> bool:
+    """Whether an op's kernel is to be used.
+
+    Args:
+        op: name of the op.
+        first: tensors with the shapes, dtypes and devices that the op's other tensors must have.
+        rest: the op's other tensors, column by column, of as many tensors each.
+        fused: None uses the kernel where it can be used (not under ``torch.compile``, which fuses the reference formula
+            itself), False never uses it, True raises an error where it cannot be used.
+        factors: hyper-parameters, for which the kernel has no derivatives if they are tensors.
+
+    Raises:
+        TypeError: ``fused`` is none of these.
+        RuntimeError: ``fused=True`` where the kernel cannot be used; the message says why.
+    """
+    check_choice(fused)
+    if fused is False or (fused is None and (torch.compiler.is_compiling() or not first)):
+        return False
+    reason = (
+        "`torch.compile` compiles the formula itself"
+        if torch.compiler.is_compiling()
+        else _obstacle(op, first, rest)
+    )
+    if reason is None and any(isinstance(factor, Tensor) for factor in factors):
+        reason = "the kernel takes hyper-parameters that are numbers; leave `fused` out"
+    if reason is not None and fused:
+        raise RuntimeError(f"`fused=True` cannot be used: {reason}")
+    return reason is None
+
+
+def check_choice(fused: bool | None) -> None:
+    """Raise ``TypeError`` unless ``fused`` is True, False or None."""
+    if fused is not None and not isinstance(fused, bool):
+        raise TypeError(f"`fused` must be True, False or None; got {fused!r}")
+
+
+def torch_fused_step(
+    name: str, columns: Sequence[Sequence[Tensor]], fused: bool | None
+) -> Callable[..., None] | None:
+    """The op of a ``torch.optim`` optimizer's fused step, if it takes these tensors.
+
+    Args:
+        name: the optimizer: ``"adam"``, ``"adamw"``, ``"sgd"``, ``"adagrad"``.
+        columns: parameters, gradients and the lists of the state, of one length.
+        fused: False never uses the op; True and None use it where it can be used.
+
+    Returns:
+        The op, or ``None``: then a kernel of this package or a formula is to make the step.
+
+    Raises:
+        TypeError: ``fused`` is neither a bool nor None.
+    """
+    check_choice(fused)
+    step = torch_private.fused_step(name)
+    if step is None or fused is False or not columns[0] or torch.compiler.is_compiling():
+        return None
+    tensors = [x for column in columns for x in column]
+    if {*map(type, tensors)} - PLAIN or {x.layout for x in tensors} != {torch.strided}:
+        return None
+    if torch_private.forward_mode_is_active() or torch_private.transforms_are_active():
+        return None
+    if any(
+        map(torch_private.is_zero_tensor, columns[1])
+    ):  # torch's op counts gradients among what it overwrites
+        return None
+    devices = {x.device for x in tensors}
+    if len(devices) > 1 or devices.pop().type not in DEVICES:
+        return None
+    dtypes = {x.dtype for x in columns[0]}
+    return step if dtypes <= _DTYPES and len(dtypes) == 1 and lie_alike(columns) else None
+
+
+def _obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> str | None:
+    """The reason for which an op's kernel cannot be used for these tensors; ``None`` if it can."""
+    if not torch.compiler.is_compiling():
+        for kind in {*map(type, tensors), *map(type, rest)} - PLAIN:
+            return f"the kernel takes plain tensors; got a {kind.__name__}"
+        if torch_private.forward_mode_is_active():
+            return "forward-mode differentiation is active, and the kernel carries no tangents"
+        if torch_private.transforms_are_active() and (op.endswith("_") or not transforms_allow()):
+            return "a transformation of `torch.func` is active, and the kernel has no rule for it"
+    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+    if len(devices) > 1:
+        return f"the kernel takes tensors of one device; got {', '.join(sorted(map(str, devices)))}"
+    for device in devices:
+        reason = why_not(op, device)
+        if reason is not None:
+            return reason
+    dtypes = [tensor.dtype for tensor in tensors]
+    for dtype in {*dtypes} - _DTYPES:
+        return f"the kernel has no {dtype}"
+    if [tensor.dtype for tensor in rest] != dtypes * (len(rest) // max(len(dtypes), 1)):
+        return "the kernel takes tensors of one dtype, and some that belong together differ"
+    for layout in {tensor.layout for tensor in (*tensors, *rest)} - {torch.strided}:
+        return f"the kernel takes dense tensors; got layout {layout}"
+    return None
+
+
+def are_concrete(values: Factors, fused: bool | None) -> bool:
+    """Whether a kernel can read the numbers made from the step counts; it cannot where ``vmap`` batches these.
+
+    Args:
+        values: the numbers, from ``bias_correction.values``.
+        fused: as in :func:`use_kernel`.
+
+    Raises:
+        RuntimeError: ``fused=True`` where the kernel cannot.
+    """
+    batched = isinstance(values, list) and any(isinstance(value, Tensor) for value in values)
+    if not batched or not torch_private.transforms_are_active():
+        return True
+    if fused:
+        raise RuntimeError("`fused=True` cannot be used: the kernel must read `steps`, which `vmap` batches")
+    return False
+
+
+def transforms_allow() -> bool:
+    """Whether no transformation is active but those that a kernel's node has rules for: ``grad``, ``vjp``, ``vmap``."""
+    if torch.compiler.is_compiling() or torch_private.forward_mode_is_active():
+        return False
+    return torch_private.transforms_are_only("Grad", "Vmap")

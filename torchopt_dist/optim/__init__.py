@@ -1,23 +1,51 @@
 """Gradients → parameters moved: optimizers as functions, as torch-like classes and as differentiable classes."""
 
-from torchopt_dist.optim.adadelta import Adadelta, MetaAdadelta, adadelta
-from torchopt_dist.optim.adafactor import Adafactor, MetaAdafactor, adafactor
-from torchopt_dist.optim.adagrad import Adagrad, MetaAdagrad, adagrad
-from torchopt_dist.optim.adam import Adam, MetaAdam, adam
-from torchopt_dist.optim.adamax import Adamax, MetaAdamax, adamax
-from torchopt_dist.optim.adamw import AdamW, MetaAdamW, adamw
-from torchopt_dist.optim.adan import Adan, MetaAdan, adan
+from torchopt_dist.optim import _former_files
+from torchopt_dist.optim.classes import (
+    LAMB,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Adan,
+    Lion,
+    MetaAdadelta,
+    MetaAdafactor,
+    MetaAdagrad,
+    MetaAdam,
+    MetaAdamax,
+    MetaAdamW,
+    MetaAdan,
+    MetaLAMB,
+    MetaLion,
+    MetaMuon,
+    MetaRAdam,
+    MetaRMSprop,
+    MetaSGD,
+    Muon,
+    RAdam,
+    RMSprop,
+)
 from torchopt_dist.optim.differentiable import DifferentiableOptimizer, differentiable
 from torchopt_dist.optim.functional_optimizer import FuncOptimizer
-from torchopt_dist.optim.lamb import LAMB, MetaLAMB, lamb
-from torchopt_dist.optim.lion import Lion, MetaLion, lion
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
-from torchopt_dist.optim.muon import MetaMuon, Muon, muon
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.optim.radam import MetaRAdam, RAdam, radam
-from torchopt_dist.optim.rmsprop import MetaRMSprop, RMSprop, rmsprop
-from torchopt_dist.optim.sgd import SGD, MetaSGD, sgd
+from torchopt_dist.transform.adadelta import adadelta
+from torchopt_dist.transform.adafactor import adafactor
+from torchopt_dist.transform.adagrad import adagrad
+from torchopt_dist.transform.adam import adam, adamw
+from torchopt_dist.transform.adamax import adamax
+from torchopt_dist.transform.adan import adan
 from torchopt_dist.transform.apply_updates import apply_updates
+from torchopt_dist.transform.lamb import lamb
+from torchopt_dist.transform.lion import lion
+from torchopt_dist.transform.muon import muon
+from torchopt_dist.transform.radam import radam
+from torchopt_dist.transform.rmsprop import rmsprop
+from torchopt_dist.transform.sgd import sgd
 
 __all__ = [
     "LAMB",
@@ -66,3 +94,5 @@ __all__ = [
     "rmsprop",
     "sgd",
 ]
+
+_former_files.register()

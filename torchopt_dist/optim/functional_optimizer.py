@@ -14,8 +14,14 @@ from torchopt_dist.core.evaluation import is_evaluating, need_gradients
 from torchopt_dist.core.types import OptState, Params
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
-from torchopt_dist.optim._checkpoint import flatten_state, restore_state
-from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
+from torchopt_dist.optim.state import (
+    Dtypes,
+    dtypes_of,
+    fitted,
+    flatten_state,
+    have_same_dtypes,
+    restore_state,
+)
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step
 from torchopt_dist.transform.base import GradientTransformation, no_transformation

@@ -29,11 +29,18 @@ from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.nn._traced_module import named_parameters
 from torchopt_dist.optim import _signatures as signatures
-from torchopt_dist.optim._checkpoint import flatten_state, restore_state
-from torchopt_dist.optim._dtypes import Dtypes, dtypes_of, fitted, have_same_dtypes
 from torchopt_dist.optim._recomputation import NoRecomputation
 from torchopt_dist.optim._traced_step import traced_begin, traced_step
-from torchopt_dist.optim._trained_state import is_of_an_optimizer, trained_states
+from torchopt_dist.optim.state import (
+    Dtypes,
+    dtypes_of,
+    fitted,
+    flatten_state,
+    have_same_dtypes,
+    is_of_an_optimizer,
+    restore_state,
+    trained_states,
+)
 from torchopt_dist.torch_private import gradients_are_traced, transforms_are_active, vmaps
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step, with_gradients_added

@@ -12,21 +12,31 @@ import copy
 import inspect
 import numbers
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from torchopt_dist.core.types import OptState
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.optim import _learning_rate as learning_rate
 from torchopt_dist.optim import _signatures as signatures
-from torchopt_dist.optim import _twin
-from torchopt_dist.optim._group_state import SHARED, gather, scatter
-from torchopt_dist.optim._layout import COUNT, Layout, counts, fit_dtypes, layout_of, sort_of
+from torchopt_dist.optim.state import (
+    COUNT,
+    SHARED,
+    Layout,
+    begin,
+    counts,
+    dtypes_of,
+    gather,
+    kinds_of,
+    layout_of,
+    scatter,
+)
 from torchopt_dist.torch_private import left_to_python
 from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
@@ -37,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["Optimizer"]
 
 _WITHOUT = ("moment_requires_grad",)
-_NO_OPTIONS = {"params", "param_names", SHARED, *_twin.WAYS}
+_NO_OPTIONS = {"params", "param_names", SHARED, *signatures.WAYS}
 """What may be in a group and does not change the numbers."""
 _PARAMS_TEXT = "params: tensors, named tensors, or dicts of parameter groups with options of their own."
 
@@ -108,7 +118,7 @@ class Optimizer(torch.optim.Optimizer):
             lr = learning_rate.found(self._impl)
             options = {} if lr is None else {"lr": lr}
         else:
-            kwargs, theirs = _twin.take(self._names(), self._signature.parameters, kwargs)
+            kwargs, theirs = signatures.take(self._names(), self._signature.parameters, kwargs)
             options = signatures.bind(type(self), self._signature, params, args, kwargs)
             options.update({**self._settled(), **theirs})
         super().__init__(params, options)
@@ -128,14 +138,15 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(param_group, dict):
             self._refuse_options_of_a_group(param_group)
             final = {**self.defaults, **param_group}
-            _twin.check_group(self._names(), self._signature.parameters, self._settled(), final)
+            signatures.check_group(self._names(), self._signature.parameters, self._settled(), final)
             self._transformation_of(final)  # checks the options
         super().add_param_group(param_group)
         index, group = len(self.param_groups) - 1, self.param_groups[-1]
         self._schedules.settle(index, group)
         if self._impl is not None and not any(map(is_lazy, group["params"])):
             state = self._transformation_of(group).init(group["params"])
-            if shared := layout_of(state).shared(state):
+            layout, leaves = layout_of(state)
+            if shared := layout.shared(leaves):
                 group[SHARED] = shared  # from the start, or a checkpoint would have no place for it
 
     @overload
@@ -188,7 +199,7 @@ class Optimizer(torch.optim.Optimizer):
 
         def check(_: Any, final: dict[str, Any]) -> None:
             for group in final["param_groups"]:
-                _twin.check_group(self._names(), self._signature.parameters, self._settled(), group)
+                signatures.check_group(self._names(), self._signature.parameters, self._settled(), group)
             taken.update(final)
 
         def restore_counts(_: Any) -> None:
@@ -218,10 +229,7 @@ class Optimizer(torch.optim.Optimizer):
         called again.
         """
         for index, group in enumerate(self.param_groups):
-            impl = self._built_transformation(index, group)
-            gather(self, group, impl, self._layout(index, group, impl))
-            if self._counts_for_torch:
-                self._begin_counts(group["params"])
+            self._gathered(index, group, self._built_transformation(index, group))
         for p in chain.from_iterable(group["params"] for group in self.param_groups):
             for tensor in filter(torch.is_tensor, self.state[p].values()):
                 tensor.share_memory_()
@@ -273,25 +281,16 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._schedules.settle(index, group)
         impl = self._built_transformation(index, group)
-        layout = self._layout(index, group, impl)
-        before = gather(self, group, impl, layout)
+        layout, before = self._gathered(index, group, impl)
         state = step_in_place(impl, params, grads, before)
         if state is not None:
             scatter(self, group, layout, state, overwrite=self._shares_memory)
         if self._counts_for_torch:
-            self._begin_counts(params)
-            self._count([p for p, grad in zip(params, grads, strict=True) if grad is not None])
+            # as torch's class does and wants to find it in a state
+            moved = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+            bias_correction.count_up_([self.state[p][COUNT] for p in moved])
         if self._schedules.rules(index, group):
             self._schedules.advance(index, group)
-
-    def _count(self, params: list[Tensor]) -> None:
-        """Count a step of these parameters, as torch's class does and wants to find it in a state."""
-        bias_correction.count_up_([self.state[p][COUNT] for p in params])
-
-    def _begin_counts(self, params: list[Tensor]) -> None:
-        for p in params:
-            if COUNT not in self.state[p]:
-                self.state[p][COUNT] = torch.zeros((), dtype=torch.float32, device="cpu")
 
     def _built_transformation(self, index: int, group: dict[str, Any]) -> GradientTransformation:
         """The transformation of a group, made again only if an option has changed since the last step.
@@ -336,29 +335,23 @@ class Optimizer(torch.optim.Optimizer):
         """The names of this class and of those of ours that it descends from."""
         return [one.__name__ for one in cls.__mro__ if issubclass(one, Optimizer) and one is not Optimizer]
 
-    def _layout(self, index: int, group: dict[str, Any], impl: GradientTransformation) -> Layout:
-        """The layout of a group's state; it may depend on which options are 0, not on their values.
+    def _gathered(
+        self, index: int, group: dict[str, Any], impl: GradientTransformation
+    ) -> tuple[Layout, OptState]:
+        """The layout of a group's state, which may depend on which options are 0, not on their values; and the state.
 
-        A compiler makes it in the graph: a remembered one would be one more reason to compile again.
-        Where the layout is made again, the state gets the dtypes that a new state would have.
+        A compiler makes the layout in the graph: a remembered one would be one more reason to compile again.
         """
         if torch.compiler.is_compiling():
-            return self._new_layout(group, impl)
-        options = [*(sort_of(group[name]) for name in self.defaults), *(p.dtype for p in group["params"])]
-        known = self._layouts.get(index)
-        if known is None or known[0] != options:
-            known = options, self._new_layout(group, impl)
-            self._layouts[index] = known
-        return known[1]
-
-    def _new_layout(self, group: dict[str, Any], impl: GradientTransformation) -> Layout:
-        first = impl.init(group["params"])
-        layout = layout_of(first)
-        if any(layout.keys) and COUNT not in layout.keys and not self._counts_for_torch:
-            for p in group["params"]:  # a count of other options stands still from now on, unlike the rest
-                self.state.get(p, {}).pop(COUNT, None)
-        fit_dtypes(layout, first, [self.state.get(p, {}) for p in group["params"]])
-        return layout
+            layout = begin(self, group, impl, counts=self._counts_for_torch)
+            return layout, gather(self, group, layout)
+        kinds = [*kinds_of(group[name] for name in self.defaults), *dtypes_of(group["params"])]
+        if (known := self._layouts.get(index)) is not None and known[0] == kinds:
+            with suppress(KeyError):  # where a part of the state is gone
+                return known[1], gather(self, group, known[1])
+        layout = begin(self, group, impl, counts=self._counts_for_torch)
+        self._layouts[index] = kinds, layout
+        return layout, gather(self, group, layout)
 
 
 def _is_same_option(before: Any, now: Any) -> bool:

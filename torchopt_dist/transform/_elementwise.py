@@ -20,7 +20,7 @@ from torchopt_dist.core.types import OptState, Params, TensorTree, Updates
 from torchopt_dist.ops._columns import as_complex, as_real, check_tensors, pick, present, put
 from torchopt_dist.transform.base import GradientTransformation, of_elements
 
-__all__ = ["Formula", "check_dense", "counts", "elementwise", "filled", "first_state"]
+__all__ = ["Formula", "check_dense", "counts", "elementwise", "filled"]
 
 
 class Formula(Protocol):
@@ -32,20 +32,26 @@ class Formula(Protocol):
 
 def elementwise(
     state_type: type[tuple[Any, ...]],
-    first: Callable[[Params], OptState],
     formula: Formula,
+    requires_grad: bool = False,
     *,
+    first: Callable[[Params], OptState] | None = None,
     sparse: bool = False,
+    **start: float,
 ) -> GradientTransformation:
     """Make a transformation.
 
     Args:
         state_type: the ``NamedTuple`` of the state.
-        first: parameters → the first state; :func:`first_state`, or another module-level function, or a ``partial``.
-        formula: the :class:`Formula`, also a module-level function or a ``partial``; it may overwrite the fields if it
-            is called with ``inplace=True``.
+        formula: the :class:`Formula`, a module-level function or a ``partial`` of one; it may overwrite the fields if
+            it is called with ``inplace=True``.
+        requires_grad: whether the tensors of the first state are leaves that require grad.
+        first: parameters → the first state, also a module-level function or a ``partial``; if not given, the fields are
+            :func:`filled`, and ``step`` is a count.
         sparse: the formula takes sparse gradients too.
+        start: by the names of fields, what they are filled with, if that is not 0.
     """
+    first = first or partial(_first_state, state_type, requires_grad, **start)
     return GradientTransformation(first, partial(_update, state_type, formula, sparse))
 
 
@@ -67,13 +73,12 @@ def counts(params: Params) -> TensorTree:
     return pytree.map_tensors(lambda _: torch.zeros((), dtype=torch.float32, device="cpu"), params)
 
 
-def first_state(state_type: type[Any], requires_grad: bool, params: Params, /, **values: float) -> OptState:
-    """A state whose fields are :func:`filled` with 0 or with the given ``values``, and whose ``step`` is a count."""
+def _first_state(state_type: type[Any], requires_grad: bool, params: Params, /, **start: float) -> OptState:
     return state_type(
         *(
             counts(params)
             if name == "step"
-            else filled(params, values.get(name, 0.0), requires_grad=requires_grad)
+            else filled(params, start.get(name, 0.0), requires_grad=requires_grad)
             for name in state_type._fields
         )
     )

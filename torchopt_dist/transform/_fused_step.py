@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, Updates
+from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, Schedule, Updates
 from torchopt_dist.ops._columns import as_complex, as_real, pick, present, put
 from torchopt_dist.ops._foreach import runs_in_a_loop
-from torchopt_dist.transform._hyperparameters import is_number, is_schedule
-from torchopt_dist.transform._step_options import StepOptions
+from torchopt_dist.transform._hyperparameters import check_said, is_number, is_schedule
 
 __all__ = ["FusedStep", "fused_step"]
 
@@ -22,6 +21,44 @@ __all__ = ["FusedStep", "fused_step"]
 def leaves_of(field: Any) -> list[Any]:
     """The leaves of a field. Most fields are lists of tensors: the check takes a tenth of the time of flattening."""
     return field if type(field) is list and {*map(type, field)} == {Tensor} else pytree.flatten(field)[0]
+
+
+class Settled(NamedTuple):
+    """What an op takes at a step, all that a schedule says for it found."""
+
+    given: dict[str, Any]
+    lr: Tensor | float | None
+    """The learning rate, where it is not among the numbers that are given; a tensor may have a graph."""
+    state: OptState
+    """The states of the links, without that of a schedule."""
+    counted: Any | None
+    """That of a schedule, which counts steps."""
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return self.given if self.lr is None else {**self.given, "lr": float(self.lr)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What an op of a fused step takes beside tensors."""
+
+    given: dict[str, Any]
+    schedule: Schedule | Tensor | None = None
+    """What gives ``lr``, if that is not a number: a schedule, which is the last link, or a tensor of one element."""
+
+    def settled(self, state: OptState) -> Settled:
+        """The options of the step after a state."""
+        if self.schedule is None or isinstance(self.schedule, Tensor):
+            return Settled(self.given, self.schedule, state, None)
+        *before, counted = state
+        lr = check_said("lr", self.schedule(counted.step.to(torch.float64)))
+        return Settled(self.given, lr, tuple(before), counted)
+
+    def with_learning_rate(self, lr: ScalarOrSchedule) -> StepOptions:
+        """The same with another number or schedule."""
+        rest = {name: value for name, value in self.given.items() if name != "lr"}
+        return StepOptions(rest, lr) if callable(lr) else StepOptions({**rest, "lr": lr})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +76,9 @@ class InPlaceStep:
             grads: as many gradients; one that is ``None`` leaves its parameter and its state alone.
             state: the states of the links that the step stands for.
         """
-        rate = self.options.rate(state)
+        settled = self.options.settled(state)
         fields = {
-            f"{name}s": field for own in rate.state for name, field in zip(own._fields, own, strict=True)
+            f"{name}s": field for own in settled.state for name, field in zip(own._fields, own, strict=True)
         }
         columns = {name: leaves_of(field) for name, field in fields.items()}
         picked = {name: column for name, column in columns.items() if column}
@@ -58,9 +95,9 @@ class InPlaceStep:
                 )
             given = [as_real(column) for column in given]
             picked = {name: as_real(column) for name, column in picked.items()}
-        self.op(*given, **picked, **self.options.with_rate(rate))
-        if rate.counted is not None:
-            rate.counted.step.add_(1)
+        self.op(*given, **picked, **settled.numbers)
+        if settled.counted is not None:
+            settled.counted.step.add_(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +119,17 @@ class DifferentiableStep:
             grads: a tree of their structure; one that is ``None`` leaves its parameter and its state alone.
             state: the states of the links that the step stands for.
         """
-        rate = self.options.rate(state)
-        if isinstance(rate.value, Tensor):
-            learns = torch.is_grad_enabled() if rate.counted is None else rate.value.requires_grad
-            if learns or runs_in_a_loop([rate.value]):
+        settled = self.options.settled(state)
+        if isinstance(settled.lr, Tensor):
+            learns = torch.is_grad_enabled() if settled.counted is None else settled.lr.requires_grad
+            if learns or runs_in_a_loop([settled.lr]):
                 return None
         leaves, spec = pytree.flatten(params)
         grad_leaves = pytree.flatten_like(spec, grads, "updates", "params")
         places = present(grad_leaves)
         fields = {
             (link, name): pytree.flatten_like(spec, field, f"state.{name}", "updates")
-            for link, own in enumerate(rate.state)
+            for link, own in enumerate(settled.state)
             if isinstance(own, self.state_types)
             for name, field in zip(own._fields, own, strict=True)
             if not (leaves and type(field) is tuple and not field)
@@ -104,7 +141,7 @@ class DifferentiableStep:
             given = [as_real(column) for column in given]
         real_grads, real_params, *old = given
         named = {f"{name}s": column for (_, name), column in zip(fields, old, strict=True)}
-        made = self.op(real_grads, params=real_params, **named, **self.options.with_rate(rate))
+        made = self.op(real_grads, params=real_params, **named, **settled.numbers)
         if some_are_complex:
             made = tuple(as_complex(new, like) for new, like in zip(made, before, strict=True))
         moved, *after = (
@@ -118,9 +155,9 @@ class DifferentiableStep:
             )
             if isinstance(own, self.state_types)
             else own
-            for link, own in enumerate(rate.state)
+            for link, own in enumerate(settled.state)
         )
-        counted = rate.counted
+        counted = settled.counted
         return moved, state if counted is None else (*state, type(counted)(counted.step + 1))
 
 

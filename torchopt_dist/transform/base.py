@@ -210,12 +210,21 @@ def _values_in(value: Any) -> list[Any]:
     return [value]
 
 
+_LINKS = {
+    "clip": "clip_grad_norm",
+    "hook": "register_hook",
+    "lamb": "scale_by_trust_ratio",
+    "muon": "orthogonalize",
+}
+"""Of files that are not named after the link whose ``update`` is theirs."""
+
+
 def _name_of(impl: GradientTransformation) -> str:
     update: Any = impl.update
     function = update.func if isinstance(update, partial) else update
     home = str(getattr(function, "__module__", "")).split(".")
     if home[0] == "torchopt_dist":
-        return {"clip": "clip_grad_norm", "hook": "register_hook"}.get(home[-1], home[-1])
+        return _LINKS.get(home[-1], home[-1])
     return getattr(function, "__qualname__", type(function).__name__)
 
 

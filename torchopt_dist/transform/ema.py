@@ -10,7 +10,7 @@ from torch import Tensor
 from torchopt_dist.core.types import TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import elementwise, first_state
+from torchopt_dist.transform._elementwise import elementwise
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decay
 from torchopt_dist.transform.base import GradientTransformation
 
@@ -48,11 +48,7 @@ def ema(
         tensor([ 2., -4.])
     """
     check_decay("decay", decay)
-    return elementwise(
-        EmaState,
-        partial(first_state, EmaState, moment_requires_grad),
-        partial(_formula, decay=decay, debias=bool(debias)),
-    )
+    return elementwise(EmaState, partial(_formula, decay=decay, debias=bool(debias)), moment_requires_grad)
 
 
 def _formula(

@@ -13,7 +13,7 @@ from torchopt_dist.transform._elementwise import counts, elementwise, filled
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, is_zero
 from torchopt_dist.transform.base import GradientTransformation, identity
 
-__all__ = ["TraceState", "check_momentum", "trace"]
+__all__ = ["TraceState", "check_momentum", "first_trace", "trace"]
 
 
 class TraceState(NamedTuple):
@@ -77,13 +77,14 @@ def trace(
         return identity()
     return elementwise(
         TraceState,
-        partial(_init, not is_zero(dampening), moment_requires_grad),
         partial(_formula, momentum=momentum, dampening=dampening, nesterov=nesterov),
+        first=partial(first_trace, not is_zero(dampening), moment_requires_grad),
         sparse=True,
     )
 
 
-def _init(dampened: bool, requires_grad: bool, params: Params, /) -> TraceState:
+def first_trace(dampened: bool, requires_grad: bool, params: Params, /) -> TraceState:
+    """The first state, with counts if there is a dampening."""
     return TraceState(filled(params, requires_grad=requires_grad), counts(params) if dampened else ())
 
 

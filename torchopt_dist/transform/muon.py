@@ -1,4 +1,4 @@
-"""Matrices → matrices with about the same singular vectors and singular values near 1, by Newton-Schulz iterations."""
+"""Gradients of matrices → updates by Muon: orthogonalized momentum."""
 
 from __future__ import annotations
 
@@ -12,18 +12,28 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.core.types import OptState, Params, Updates
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, Updates
+from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.transform._elementwise import check_dense
-from torchopt_dist.transform._hyperparameters import check_at_least_zero
-from torchopt_dist.transform.base import EmptyState, GradientTransformation
+from torchopt_dist.transform._elementwise import check_dense, elementwise
+from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
+from torchopt_dist.transform._texts import documented
+from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
+from torchopt_dist.transform.base import EmptyState, GradientTransformation, chain
+from torchopt_dist.transform.scale import scale_by_learning_rate
+from torchopt_dist.transform.trace import TraceState, first_trace
 
-__all__ = ["orthogonalize"]
+__all__ = ["muon", "orthogonalize"]
+
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
+@documented
 def orthogonalize(
     ns_coefficients: Sequence[float] = _COEFFICIENTS,
     ns_steps: int = 5,
@@ -48,8 +58,8 @@ def orthogonalize(
             [Liu et al. 2025, Muon is Scalable for LLM Training].
 
     Raises:
-        TypeError: an argument has the wrong type; from ``init``: a leaf is a complex matrix.
-        ValueError: an argument is out of its range; from ``init``: a leaf has not two dimensions.
+        TypeError: from ``init``: a leaf is a complex matrix.
+        ValueError: from ``init``: a leaf has not two dimensions.
 
     Example:
         >>> import torch
@@ -138,3 +148,75 @@ def _normalized(x: Tensor, least: float) -> Tensor:
     total = scaled.square().sum()
     there = total > (least / largest).square()
     return torch.where(there, scaled / torch.where(there, total, 1.0).sqrt(), x / max(least, tiny))
+
+
+@hinted
+@documented
+def muon(
+    lr: ScalarOrSchedule = 1e-3,
+    weight_decay: HyperParameter = 0.1,
+    momentum: HyperParameter = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+    eps: float = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: str | None = None,
+    *,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Muon, as ``torch.optim.Muon``: orthogonalized momentum, for matrices only.
+
+    With ``m = momentum * m + (1 - momentum) * g`` and ``u = (1 - momentum) * g + momentum * m`` (``u = m`` without
+    Nesterov's look-ahead), ``p - lr * (factor * O(u) + weight_decay * p)``, where factor and ``O`` are those of
+    :func:`~torchopt_dist.transform.orthogonalize`; the factor is not on the weight decay.
+
+    For the parameters of a model that are not matrices, and for embeddings and the last layer, use another optimizer:
+    :func:`~torchopt_dist.transform.partition` splits the parameters between several.
+
+    [Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks.]
+
+    Args:
+        lr: learning rate.
+        weight_decay: decoupled.
+        momentum: decay of the running average of the gradients, at least 0 and below 1; a number or a tensor of one
+            element.
+        nesterov: use Nesterov's look-ahead.
+        ns_coefficients: the three coefficients of an iteration.
+        eps: the smallest norm by which a matrix is divided.
+        ns_steps: how many iterations.
+        adjust_lr_fn: the factor for a matrix's shape: ``'original'`` (or ``None``) or ``'match_rms_adamw'``.
+        moment_requires_grad: leaves at the start.
+        maximize: maximize the objective.
+
+    Raises:
+        TypeError: from ``init``: a parameter is complex.
+        ValueError: from ``init``: a parameter has not two dimensions.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
+        >>> impl = muon(lr=0.1, weight_decay=0.0, ns_coefficients=(2.0, -1.5, 0.5), ns_steps=10)
+        >>> impl.update(w, impl.init(w), params=w)[0].round(decimals=3)
+        tensor([[-0.1000, -0.0000],
+                [-0.0000, -0.1000]])
+    """
+    check_decay("momentum", momentum)
+    return chain(
+        *penalized(0.0, maximize),
+        elementwise(
+            TraceState,
+            partial(_average, momentum=momentum, nesterov=bool(nesterov)),
+            first=partial(first_trace, False, moment_requires_grad),
+        ),
+        orthogonalize(ns_coefficients, ns_steps, eps, adjust_lr_fn),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(lr),
+    )
+
+
+def _average(
+    grads: list[Tensor], averages: list[Tensor], *, momentum: HyperParameter, nesterov: bool, inplace: bool
+) -> tuple[list[Tensor], ...]:
+    averages = foreach.interpolate(averages, grads, 1 - momentum, inplace=inplace)
+    return foreach.interpolate(grads, averages, momentum) if nesterov else [*averages], averages

@@ -1,4 +1,4 @@
-"""Gradients → steps whose size is that of the last steps, relative to that of the last gradients."""
+"""Gradients → updates by Adadelta: steps of the size of the last ones, relative to that of the last gradients."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.core.types import TensorTree
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import elementwise, first_state
+from torchopt_dist.transform._elementwise import elementwise
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform._texts import documented
+from torchopt_dist.transform.add_decayed_weights import penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.scale import scale_by_learning_rate
 
-__all__ = ["ScaleByAdadeltaState", "scale_by_adadelta"]
+__all__ = ["ScaleByAdadeltaState", "adadelta", "scale_by_adadelta"]
 
 
 class ScaleByAdadeltaState(NamedTuple):
@@ -25,6 +29,7 @@ class ScaleByAdadeltaState(NamedTuple):
     """Running averages of the squared steps."""
 
 
+@documented
 def scale_by_adadelta(
     rho: HyperParameter = 0.9, eps: HyperParameter = 1e-6, moment_requires_grad: bool = False
 ) -> GradientTransformation:
@@ -38,11 +43,7 @@ def scale_by_adadelta(
         rho: decay of the averages; a number that is at least 0 and below 1, or a tensor of one element, which may
             require grad.
         eps: added below both roots, at least 0; a number or a tensor of one element.
-        moment_requires_grad: make the initial averages leaves that require grad.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument is out of its range.
+        moment_requires_grad: leaves at the start.
 
     Example:
         >>> import torch
@@ -53,11 +54,7 @@ def scale_by_adadelta(
     """
     check_decay("rho", rho)
     check_at_least_zero("eps", eps)
-    return elementwise(
-        ScaleByAdadeltaState,
-        partial(first_state, ScaleByAdadeltaState, moment_requires_grad),
-        partial(_formula, rho=rho, eps=eps),
-    )
+    return elementwise(ScaleByAdadeltaState, partial(_formula, rho=rho, eps=eps), moment_requires_grad)
 
 
 def _formula(
@@ -77,3 +74,40 @@ def _formula(
     acc_deltas = foreach.multiply(acc_deltas, rho, inplace=inplace)
     acc_deltas = foreach.add_product(acc_deltas, deltas, deltas, 1 - rho, inplace=inplace)
     return deltas, square_avgs, acc_deltas
+
+
+@hinted
+@documented
+def adadelta(
+    lr: ScalarOrSchedule = 1e-3,
+    rho: HyperParameter = 0.9,
+    eps: HyperParameter = 1e-6,
+    weight_decay: HyperParameter = 0.0,
+    *,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adadelta, as ``torch.optim.Adadelta``: :func:`~torchopt_dist.transform.scale_by_adadelta`, times ``lr``.
+
+    [Zeiler 2012, ADADELTA: An Adaptive Learning Rate Method.]
+
+    Args:
+        lr: learning rate.
+        rho: decay of the running averages, at least 0 and below 1; a number or a tensor of one element.
+        eps: added below the roots, at least 0; a number or a tensor of one element.
+        weight_decay: L2 penalty.
+        moment_requires_grad: leaves at the start.
+        maximize: maximize the objective.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = adadelta(lr=1.0)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.0032,  0.0032])
+    """
+    return chain(
+        *penalized(weight_decay, maximize),
+        scale_by_adadelta(rho, eps, moment_requires_grad),
+        scale_by_learning_rate(lr),
+    )

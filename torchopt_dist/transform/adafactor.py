@@ -1,23 +1,19 @@
-"""Gradients → updates by Adafactor, as a function and as two classes."""
+"""Gradients → updates by Adafactor: Adam's denominator in the memory of a row and a column."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, TensorTree, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.optim._signatures import arguments_of
-from torchopt_dist.optim.meta_optimizer import MetaOptimizer
-from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._elementwise import check_dense, counts
 from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
@@ -27,10 +23,11 @@ from torchopt_dist.transform._hyperparameters import (
     is_per_leaf,
     is_schedule,
 )
+from torchopt_dist.transform._texts import documented
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import GradientTransformation, chain
 
-__all__ = ["Adafactor", "AdafactorState", "MetaAdafactor", "adafactor"]
+__all__ = ["AdafactorState", "adafactor"]
 
 
 class AdafactorState(NamedTuple):
@@ -48,6 +45,7 @@ class AdafactorState(NamedTuple):
 
 
 @hinted
+@documented
 def adafactor(
     lr: ScalarOrSchedule = 1e-2,
     beta2_decay: float = -0.8,
@@ -73,13 +71,12 @@ def adafactor(
         eps: the smallest root of a variance, a number above 0 (``None`` means the precision of the parameter's
             dtype); and the smallest size of a parameter that counts, at least 0, a number or a tensor of one element.
         d: the largest root of the mean square of an update, above 0; a number or a tensor of one element.
-        weight_decay: decoupled, at least 0; a number or a tensor of one element.
+        weight_decay: decoupled.
         maximize: maximize the objective.
 
     Raises:
-        TypeError: an argument has the wrong type; from ``init``: a parameter is complex.
-        ValueError: a number is out of its range, or a tensor has more than one element; from ``update``: ``params`` are
-            missing.
+        TypeError: from ``init``: a parameter is complex.
+        ValueError: from ``update``: ``params`` are missing.
 
     Example:
         >>> import torch
@@ -212,19 +209,3 @@ def _rms(x: Tensor) -> Tensor:
     mean = x.square().sum() / max(x.numel(), 1)
     there = mean > 0
     return torch.where(there, torch.where(there, mean, 1.0).sqrt(), 0.0)
-
-
-class Adafactor(Optimizer, transformation=adafactor):
-    """Adafactor in place, as ``torch.optim.Adafactor``."""
-
-    @arguments_of(adafactor)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
-
-
-class MetaAdafactor(MetaOptimizer, transformation=adafactor):
-    """Adafactor that one can differentiate through."""
-
-    @arguments_of(adafactor)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Gradients → RAdam's direction: momentum at first, and Adam's once its denominator has a small enough variance."""
+"""Gradients → updates by RAdam: momentum at first, and Adam once its denominator has a small enough variance."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.core.types import TensorTree
+from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.transform._elementwise import elementwise, first_state
+from torchopt_dist.transform._elementwise import elementwise
 from torchopt_dist.transform._hyperparameters import (
     HyperParameter,
     check_at_least_zero,
     check_decay,
+    check_decays,
     is_number,
 )
-from torchopt_dist.transform.base import GradientTransformation
+from torchopt_dist.transform._texts import documented
+from torchopt_dist.transform.add_decayed_weights import penalized
+from torchopt_dist.transform.base import GradientTransformation, chain
+from torchopt_dist.transform.scale import scale_by_learning_rate
 
-__all__ = ["ScaleByRAdamState", "scale_by_radam"]
+__all__ = ["ScaleByRAdamState", "radam", "scale_by_radam"]
+
 
 TRUSTED = 5.0
 """The length of the average from which on the denominator is used, as in ``torch.optim.RAdam``."""
@@ -37,6 +43,7 @@ class ScaleByRAdamState(NamedTuple):
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
 
+@documented
 def scale_by_radam(
     b1: HyperParameter = 0.9,
     b2: HyperParameter = 0.999,
@@ -51,16 +58,10 @@ def scale_by_radam(
     4, and ``eps``, as in ``torch.optim.RAdam``.]
 
     Args:
-        b1: decay of the average of the gradients; a number that is at least 0 and below 1, or a tensor of one
-            element, which may require grad.
+        b1: decay of the average of the gradients.
         b2: decay of the average of their squares, with the range and types of ``b1``.
-        eps: added to the root, at least 0; a number or a tensor of one element. The root's derivative at 0 is taken
-            to be 0, which is the limit as the gradient goes to 0.
-        moment_requires_grad: make the initial averages leaves that require grad.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument is out of its range.
+        eps: added to the root.
+        moment_requires_grad: leaves at the start.
 
     Example:
         >>> import torch
@@ -72,11 +73,7 @@ def scale_by_radam(
     check_decay("b1", b1)
     check_decay("b2", b2)
     check_at_least_zero("eps", eps)
-    return elementwise(
-        ScaleByRAdamState,
-        partial(first_state, ScaleByRAdamState, moment_requires_grad),
-        partial(_formula, b1=b1, b2=b2, eps=eps),
-    )
+    return elementwise(ScaleByRAdamState, partial(_formula, b1=b1, b2=b2, eps=eps), moment_requires_grad)
 
 
 def _formula(
@@ -138,3 +135,41 @@ def _adaptive(
     above = (length - 4) * (length - 2) * longest
     factor = (above / ((longest - 4) * (longest - 2) * length) * bias_correction2) ** 0.5 / bias_correction1
     return torch.where(trusted, factor, 0.0) if isinstance(trusted, Tensor) else factor
+
+
+@hinted
+@documented
+def radam(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[HyperParameter, HyperParameter] = (0.9, 0.999),
+    eps: HyperParameter = 1e-6,
+    weight_decay: HyperParameter = 0.0,
+    *,
+    moment_requires_grad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """RAdam, as ``torch.optim.RAdam``: :func:`~torchopt_dist.transform.scale_by_radam`, times the learning rate.
+
+    [Liu et al. 2020, On the Variance of the Adaptive Learning Rate and Beyond.]
+
+    Args:
+        lr: learning rate.
+        betas: decays of the averages of the gradients and of their squares.
+        eps: added to the denominator.
+        weight_decay: L2 penalty.
+        moment_requires_grad: leaves at the start.
+        maximize: maximize the objective.
+
+    Example:
+        >>> import torch
+        >>> w = torch.tensor([1.0, -2.0])
+        >>> impl = radam(lr=0.1)
+        >>> impl.update(2 * w, impl.init(w), params=w)[0]
+        tensor([-0.2000,  0.4000])
+    """
+    check_decays("betas", betas, 2)
+    return chain(
+        *penalized(weight_decay, maximize),
+        scale_by_radam(*betas, eps, moment_requires_grad),
+        scale_by_learning_rate(lr),
+    )

@@ -1,31 +1,26 @@
-"""Gradients → updates by stochastic gradient descent, with momentum; as a function and as two classes."""
+"""Gradients → updates by stochastic gradient descent, with momentum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
-
-from torch import Tensor, nn
 
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
-from torchopt_dist.optim._layout import COUNT
-from torchopt_dist.optim._signatures import arguments_of
-from torchopt_dist.optim.meta_optimizer import MetaOptimizer
-from torchopt_dist.optim.optimizer import Optimizer
 from torchopt_dist.transform._fused_step import fused_step
 from torchopt_dist.transform._hyperparameters import HyperParameter, is_number, is_zero
+from torchopt_dist.transform._texts import documented
 from torchopt_dist.transform.add_decayed_weights import penalized
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 from torchopt_dist.transform.scale import scale_by_learning_rate
 from torchopt_dist.transform.trace import TraceState, check_momentum, trace
 
-__all__ = ["SGD", "MetaSGD", "sgd"]
+__all__ = ["sgd"]
 
 
 @hinted
+@documented
 def sgd(
     lr: ScalarOrSchedule = 1e-3,
     momentum: HyperParameter = 0.0,
@@ -43,25 +38,21 @@ def sgd(
     :func:`~torchopt_dist.transform.trace`), and the gradient itself without momentum.
 
     Args:
-        lr: learning rate: a number that is at least 0, a tensor of one element, a schedule (the number
-            of steps made so far → a learning rate), or a tree of numbers and tensors, one for each parameter.
+        lr: learning rate.
         momentum: how much of the running sum of gradients stays, at least 0; a number or a tensor of one
             element.
         dampening: how much of a gradient is left out of the running sum, from the second one on; a number or a tensor
             of one element.
-        weight_decay: how much of a parameter is added to its gradient (L2 penalty), at least 0; a number or a tensor of
-            one element.
+        weight_decay: L2 penalty.
         nesterov: look ahead along the running sum [Sutskever et al. 2013]; needs a momentum and no dampening.
-        moment_requires_grad: make the initial running sums leaves that require grad.
+        moment_requires_grad: leaves at the start.
         maximize: maximize the objective.
         fused: ``None`` uses a kernel where there is one and it helps, ``False`` never uses one, ``True`` raises an
             error where there is none. The kernel takes hyper-parameters that are numbers, and makes whole steps:
             ``update`` alone is sums of tensors, and has no kernel.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: a number is negative, a tensor has more than one element, or ``nesterov`` comes without a
-            momentum or with dampening.
+        ValueError: ``nesterov`` comes without a momentum or with dampening.
         RuntimeError: ``fused=True`` with a hyper-parameter that is a tensor or a schedule; or, at a step, where there
             is no kernel; the message says why.
 
@@ -93,42 +84,3 @@ def sgd(
     kind = None if is_zero(momentum) else TraceState
     whole = fused_step(sgd_, sgd_op, kind, only_adds=only_adds and isinstance(lr, (int, float)), **options)
     return ChainedGradientTransformation(*links, scale_by_learning_rate(lr), fused_step=whole)
-
-
-class SGD(Optimizer, transformation=sgd):
-    """Stochastic gradient descent in place, as ``torch.optim.SGD``."""
-
-    @arguments_of(sgd)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state and the options, as torch's: a parameter that is known to have had no gradient has no running sum.
-
-        Torch's class takes a first gradient for a later one, and dampens it, where there is a sum, be it 0.
-        """
-        packed = super().state_dict()
-        packed["state"] = {
-            index: {key: value for key, value in held.items() if key not in TraceState._fields}
-            if isinstance(held, dict) and _is_unmoved(held)
-            else held
-            for index, held in packed["state"].items()
-        }
-        return packed
-
-
-def _is_unmoved(held: dict[str, Any]) -> bool:
-    count = held.get(COUNT)
-    return isinstance(count, Tensor) and count.numel() == 1 and not count
-
-
-class MetaSGD(MetaOptimizer, transformation=sgd, moment_requires_grad=True):
-    """Stochastic gradient descent that one can differentiate through.
-
-    The name is TorchOpt's. For the method Meta-SGD, which learns a rate for each entry, pass it the rates of
-    ``todist.learned(module, lr=0.1, entries=True)``.
-    """
-
-    @arguments_of(sgd)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
