@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,11 +24,37 @@ from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
 from torchopt_dist.linear_solve._vector_layout import VectorLayout
 
-__all__ = ["ConvergenceWarning", "NotConverged", "Outcome", "Solver", "SolverInfo", "System"]
+__all__ = [
+    "ConvergenceWarning",
+    "KrylovOptions",
+    "NotConverged",
+    "Outcome",
+    "Solver",
+    "SolverInfo",
+    "SolverOptions",
+    "System",
+]
 
 NotConverged: TypeAlias = Literal["warn", "raise", "ignore"]
 """What a solve that has not reached its tolerance does with a result that is still useful."""
 Preconditioner: TypeAlias = Callable[[TensorTree], TensorTree] | Literal["jacobi"] | None
+
+
+class SolverOptions(TypedDict, total=False):
+    """What all iterative solvers take; :func:`solve_cg` says what each is."""
+
+    ridge: Numeric | None
+    rtol: float
+    atol: float
+    maxiter: int | None
+    not_converged: NotConverged
+
+
+class KrylovOptions(SolverOptions, total=False):
+    """What those take that can start elsewhere than at zeros, and be preconditioned."""
+
+    init: TensorTree
+    M: Preconditioner
 
 
 class ConvergenceWarning(UserWarning):

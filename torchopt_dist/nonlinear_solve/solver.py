@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,7 +25,18 @@ from torchopt_dist.linear_solve.solver import NotConverged, SolverInfo, check_li
 from torchopt_dist.nonlinear_solve._implicit import connected
 from torchopt_dist.torch_private import transforms_are_active
 
-__all__ = ["NonlinearSolver", "NonlinearSolverInfo"]
+__all__ = ["NonlinearSolver", "NonlinearSolverInfo", "NonlinearSolverOptions"]
+
+
+class NonlinearSolverOptions(TypedDict, total=False):
+    """What all solvers take; :func:`fixed_point_iteration` says what each is."""
+
+    rtol: float
+    atol: float
+    maxiter: int
+    not_converged: NotConverged
+    unroll: bool
+    solve: LinearSolver | None
 
 
 class NonlinearSolverInfo(NamedTuple):
