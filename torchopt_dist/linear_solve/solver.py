@@ -157,7 +157,7 @@ class Solver(ABC):
         return made
 
     def _with_info(self, matvec: Callable[[TensorTree], TensorTree], b: TensorTree) -> tuple[Any, SolverInfo]:
-        leaves, spec = _vector(b, "b")
+        leaves, spec = check_vector(b, "b")
         operator, params = convert(matvec, spec, leaves)
         x, info = self.solve(operator, params, leaves, spec)
         return pytree.unflatten(spec, x), info
@@ -303,7 +303,13 @@ def check_not_converged(not_converged: str) -> None:
         raise ValueError(f"`not_converged` must be 'warn', 'raise' or 'ignore', got {not_converged!r}")
 
 
-def _vector(tree: TensorTree, name: str) -> tuple[Tensors, pytree.PyTreeSpec]:
+def check_vector(tree: TensorTree, name: str) -> tuple[Tensors, pytree.PyTreeSpec]:
+    """The leaves of a vector, and its structure.
+
+    Raises:
+        TypeError: it has leaves that are no floating-point tensors, or both real and complex ones.
+        ValueError: it has none.
+    """
     leaves, spec = pytree.flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
