@@ -56,10 +56,6 @@ class LinearOperator(ABC):
         """The operator of the transposed matrix, conjugated if it is complex."""
         return TransposedOperator(self)
 
-    def settle(self) -> None:
-        """The first solve is done; later products are those of the same matrix, whatever names mean by then."""
-        return
-
     def pull_params(
         self, params: Tensors, vector: Tensors, cotangents: Sequence[Tensor], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
@@ -77,9 +73,6 @@ class LinearOperator(ABC):
 @dataclass(frozen=True)
 class _Wrapper(LinearOperator):
     inner: LinearOperator
-
-    def settle(self) -> None:
-        self.inner.settle()
 
     @property
     def batch_shape(self) -> tuple[int, ...]:

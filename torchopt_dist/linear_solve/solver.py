@@ -160,6 +160,7 @@ class Solver(ABC):
         leaves, spec = check_vector(b, "b")
         operator, params = convert(matvec, spec, leaves)
         x, info = self.solve(operator, params, leaves, spec)
+        operator.function.settle()  # later products are those of the same matrix, whatever names mean by then
         return pytree.unflatten(spec, x), info
 
     def solve(
@@ -173,9 +174,7 @@ class Solver(ABC):
         start: Tensors = []
         if self.init is not None:
             start = pytree.flatten_like(spec, self.init, "init", "b")
-        found = solve_implicitly(self, spec, damped, params, b, start)
-        operator.settle()
-        return found
+        return solve_implicitly(self, spec, damped, params, b, start)
 
     @abstractmethod
     def run(self, system: System) -> Outcome:

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.binding import bind
+from torchopt_dist.core.bound import Bound
+from torchopt_dist.core.substitution import Substitute, finding
 from torchopt_dist.core.types import LinearSolver, TensorTree
 from torchopt_dist.core.vjp import Tensors
+from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator
 from torchopt_dist.linear_solve.solver import NotConverged, SolverInfo, check_limits, report
-from torchopt_dist.nonlinear_solve._implicit import connected
 from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["NonlinearSolver", "NonlinearSolverInfo", "NonlinearSolverOptions"]
@@ -142,9 +144,37 @@ class NonlinearSolver(ABC):
             return tree(x), info
         with torch.no_grad():
             x, info = self._run(of_vector, start, backward)
-        noting: Any = _Noting(as_solver(self.solve), backward)
-        solution = connected(bind(function), tree(x), for_root=self.solves_for_root, solver=noting)
-        return solution, info
+        return self._connected(bind(function), tree(x), _Noting(as_solver(self.solve), backward)), info
+
+    def _connected(self, function: Bound, solution: TensorTree, solver: Any) -> Any:
+        """The solution, connected to the tensors that the function takes from outside."""
+        leaves, spec = pytree.flatten(solution)
+        point = [leaf.detach() for leaf in leaves]
+        trial = finding(point, function.tensors, "function")
+        with torch.enable_grad(), trial:
+            value = function(pytree.unflatten(spec, point))
+        found, unseen = trial.used_by(pytree.flatten(value)[0])
+        if trial.follows_graph:
+            raise ValueError(
+                "`function` must not differentiate what was computed before the solver's call, since the solution's "
+                "gradient is taken by the equation, with other tensors in these places: compute that inside of "
+                "`function`, or give the solver `unroll=True`"
+            )
+        if unseen:
+            raise ValueError(
+                f"`function` takes a tensor of shape {tuple(unseen[0].shape)} that requires grad in a way that cannot "
+                "be seen, so there would be no gradient for it: give the solver `unroll=True`"
+            )
+        if not found:
+            return solution
+
+        def residual(x: TensorTree, others: list[Tensor]) -> TensorTree:
+            with Substitute(found, others):
+                value = function(x)
+            return value if self.solves_for_root else pytree.tree_sub(x, value)
+
+        function.settle()
+        return attach(residual, solution, [found], {}, [0], solver)
 
     @abstractmethod
     def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Any:

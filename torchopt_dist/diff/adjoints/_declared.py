@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist.core.substitution import edge_of
+from torchopt_dist.core.graphs import leaf_of
 from torchopt_dist.torch_private import is_functorch_tensor, sequence_numbers, transforms_are_active
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
@@ -20,11 +20,8 @@ __all__ = [
     "depend_on_each_other",
     "depends_on_others",
     "differentiable",
-    "edge_of",
     "leaf_like",
-    "leaf_of",
     "leaves_at",
-    "nodes_between",
     "refuse",
     "tensors_of_batches",
     "tensors_of_meta",
@@ -131,35 +128,6 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
-
-
-def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], since: int = 0) -> list[Any]:
-    """The nodes of the graph on which outputs depend other than through the inputs, those of leaves included.
-
-    Args:
-        outputs: tensors.
-        inputs: likewise.
-        since: the number of a node; what is behind older ones is left out.
-    """
-    visited = {edge_of(tensor) for tensor in inputs if tensor.requires_grad}
-    waiting = [edge_of(output) for output in outputs if output.requires_grad]
-    number = sequence_numbers(waiting[0][0]) if since and waiting else None
-    found: list[Any] = []
-    while waiting:
-        edge = waiting.pop()
-        if edge not in visited and edge[0] is not None:
-            visited.add(edge)
-            if number is not None and number(edge[0]) < since:
-                continue
-            found.append(edge[0])
-            waiting += edge[0].next_functions
-    return found
-
-
-def leaf_of(node: Any) -> Tensor | None:
-    """The leaf whose gradient a node accumulates, if it is such a node."""
-    variable = getattr(node, "variable", None)
-    return variable if isinstance(variable, Tensor) else None
 
 
 def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:

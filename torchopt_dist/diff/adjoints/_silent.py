@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.core.graphs import edge_of, nodes_between
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.unconnected import Unconnected, note_unconnected
 from torchopt_dist.diff.adjoints._carry import Seen
-from torchopt_dist.diff.adjoints._declared import nodes_between
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.torch_private import engine_needs_node, transforms_are_active
 
@@ -44,14 +44,14 @@ def run_aloud(name: str, run: Callable[[Loop], Outcome], loop: Loop, also: Itera
     def watch(seen: Seen) -> None:
         if seen.number == 0:
             nodes = set(nodes_between([seen.loss], seen.leaves))
-            used.extend(tensor for tensor in loop.declared if _node(tensor) in nodes)
+            used.extend(tensor for tensor in loop.declared if edge_of(tensor)[0] in nodes)
 
     outcome = run(replace(loop, watch=watch))
     places = loop.model.moved_places
     params = list(outcome.carry.params)
     ends = [leaf for leaf in [*params, *pytree.flatten(outcome.carry.state)[0]] if isinstance(leaf, Tensor)]
     reached = set(nodes_between(ends, ()))
-    silent = [tensor for tensor in used if _node(tensor) not in reached]
+    silent = [tensor for tensor in used if edge_of(tensor)[0] not in reached]
     if not silent:
         return outcome
     what = Unconnected(
@@ -70,11 +70,6 @@ def run_aloud(name: str, run: Callable[[Loop], Outcome], loop: Loop, also: Itera
     return outcome._replace(carry=outcome.carry._replace(params=tied))
 
 
-def _node(tensor: Tensor) -> Any:
-    with torch.enable_grad():
-        return torch.autograd.graph.get_gradient_edge(tensor).node
-
-
 class _Aloud(torch.autograd.Function):
     """Parameters → the same; the probe is needed only by a pass that is to fill the ``.grad`` of all leaves."""
 
@@ -84,7 +79,7 @@ class _Aloud(torch.autograd.Function):
     def forward(
         ctx: Any, what: Unconnected, same: list[Tensor], probe: Tensor, *params: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.what, ctx.probe = what, _node(probe)
+        ctx.what, ctx.probe = what, edge_of(probe)[0]
         ctx.set_materialize_grads(False)
         return tuple(same)
 

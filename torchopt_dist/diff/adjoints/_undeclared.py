@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.diff.adjoints._carry import Seen, WatchFn
-from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_of, nodes_between, refuse
+from torchopt_dist.diff.adjoints._declared import depends_on_others, refuse
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
@@ -92,16 +93,8 @@ def refuse_undeclared(
     Raises:
         ValueError: it depends on another leaf that requires grad.
     """
-    found = _leaves(outputs, inputs)
+    found = leaves_behind(outputs, inputs)[1]
     if found:  # unless the loss has made them, which makes others each time
         with torch.enable_grad():
-            still = {id(leaf) for leaf in _leaves(again(), ())}
+            still = {id(leaf) for leaf in leaves_behind(again(), ())[1]}
         refuse([leaf for leaf in found if id(leaf) in still])
-
-
-def _leaves(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves that require grad, on which outputs depend, and that are not among the inputs."""
-    known = {id(one) for one in inputs}
-    nodes = nodes_between(outputs, [one for one in inputs if one.grad_fn is not None])
-    found = [leaf for node in nodes if (leaf := leaf_of(node)) is not None]
-    return [leaf for leaf in found if id(leaf) not in known]
