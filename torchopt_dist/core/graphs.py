@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchopt_dist.torch_private import sequence_numbers
 
-__all__ = ["Edge", "edge_of", "edges_behind", "leaf_of", "leaves_behind", "nodes_between"]
+__all__ = ["Edge", "edge_of", "edges_behind", "edges_of", "leaf_of", "leaves_behind", "nodes_between"]
 
 Edge = tuple[Any, int]
 """A node of the graph, and which of its results."""
@@ -29,17 +29,22 @@ def edge_of(tensor: Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
+def edges_of(tensors: Iterable[Tensor]) -> list[Edge]:
+    """The edges of those that have a graph, or are leaves that require grad."""
+    return [edge_of(tensor) for tensor in tensors if tensor.requires_grad]
+
+
 def edges_behind(
-    outputs: Iterable[Tensor], ends: Container[Edge] = (), since: int = 0
+    starts: Iterable[Edge], ends: Container[Edge] = (), since: int = 0
 ) -> Iterator[tuple[Edge, bool]]:
-    """The edges of the graph on which outputs depend, those of leaves included, and whether the walk ends at each.
+    """Some edges of the graph and all that lead on from them, each once, and whether the walk ends there.
 
     Args:
-        outputs: tensors.
-        ends: edges; what is behind them is left out.
+        starts: edges.
+        ends: likewise; what is behind them is left out.
         since: the number of a node; what is behind older ones is left out.
     """
-    waiting = list(dict.fromkeys(edge_of(output) for output in outputs if output.requires_grad))
+    waiting = list(dict.fromkeys(starts))
     seen = set(waiting)
     number = sequence_numbers(waiting[0][0]) if since and waiting else None
     for edge in waiting:  # which grows
@@ -60,18 +65,18 @@ def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], since: in
         inputs: likewise.
         since: as in :func:`edges_behind`; older nodes are left out, too.
     """
-    ends = {edge_of(tensor) for tensor in inputs if tensor.requires_grad}
-    return [edge[0] for edge, is_end in edges_behind(outputs, ends, since) if not is_end]
+    walk = edges_behind(edges_of(outputs), set(edges_of(inputs)), since)
+    return [node for (node, _), is_end in walk if not is_end]
 
 
-def leaves_behind(values: Iterable[Tensor], inputs: Iterable[Tensor]) -> tuple[set[int], list[Tensor]]:
+def leaves_behind(values: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> tuple[set[int], list[Tensor]]:
     """The ids of those inputs on which values depend, and the leaves on which they depend other than through these."""
     inputs = list(inputs)
     known = {id(x) for x in inputs}
     ends = {edge_of(x): id(x) for x in inputs if x.grad_fn is not None}
     reached: set[int] = set()
     others: list[Tensor] = []
-    for edge, is_end in edges_behind(values, ends):
+    for edge, is_end in edges_behind(edges_of(values), ends):
         if is_end:
             reached.add(ends[edge])
         elif (leaf := leaf_of(edge[0])) is not None and id(leaf) not in known:

@@ -17,6 +17,7 @@ from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.core.remat import apply
 from torchopt_dist.core.substitution import Substitute, finding
 from torchopt_dist.core.surroundings import Surroundings
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.versions import Seen
 from torchopt_dist.torch_private import (
     buffers_of,
@@ -85,14 +86,13 @@ def remat(function: Callable[P, R]) -> Callable[P, R]:
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        # A compiler goes on after this: it cannot follow what runs again in a backward pass.
-        run = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
-        result: R = run(function, args, kwargs)
+        result: R = _run(function, args, kwargs)
         return result
 
     return rematerialized
 
 
+@uncompiled
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = _Call(function, args, kwargs)
     return call.inside_transforms() if transforms_are_active() else call.outside_of_transforms()

@@ -21,6 +21,7 @@ from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.binding import bind
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.core.types import LinearSolver, OptionalTensor, TensorTree
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
@@ -177,6 +178,7 @@ class Found(NamedTuple):
 Look: TypeAlias = Callable[[Found], None]
 
 
+@uncompiled
 def attach(
     optimality_fn: Callable[..., TensorTree],
     solution: TensorTree,
@@ -201,20 +203,6 @@ def attach(
     Returns:
         A tree with the values of ``solution``.
     """
-    # A compiler goes on after this, as it does after an inner loop.
-    run = torch.compiler.disable(_attached) if torch.compiler.is_compiling() else _attached
-    return run(optimality_fn, solution, others, named, places, solver, look)
-
-
-def _attached(
-    optimality_fn: Callable[..., TensorTree],
-    solution: TensorTree,
-    others: Sequence[Any],
-    named: dict[str, Any],
-    places: Sequence[int],
-    solver: Solver,
-    look: Look | None,
-) -> Any:
     x, spec = pytree.flatten(solution)
     for leaf in x:
         if not _is_real(leaf):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core.binding import bind
 from torchopt_dist.core.bound import Bound
-from torchopt_dist.core.graphs import Edge, edge_of, edges_behind, leaf_of, leaves_behind
+from torchopt_dist.core.graphs import Edge, edge_of, edges_behind, edges_of, leaf_of, leaves_behind
 from torchopt_dist.core.substitution import Substitute, finding
 from torchopt_dist.core.vjp import Tensors, pull, refuse_forward_mode, takes_duals
 from torchopt_dist.linear_solve._operator import LinearOperator, Product
@@ -112,7 +112,7 @@ def _ends(product: Tensors, since: int, known: dict[Edge, Tensor], entering: dic
         ValueError: such a tensor is not a leaf, nor among those given.
     """
     ends = []
-    for edge, is_end in edges_behind(product, known, since):
+    for edge, is_end in edges_behind(edges_of(product), known, since):
         tensor = leaf_of(edge[0])
         if tensor is None and is_end:
             tensor = known.get(edge, entering.get(edge))

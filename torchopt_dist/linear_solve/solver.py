@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.types import Numeric, TensorTree
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vjp import Tensors, refuse_forward_mode
 from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
@@ -131,6 +132,7 @@ class Solver(ABC):
         """Solve ``matvec(x) = b``; as :meth:`with_info`, without the information."""
         return self.with_info(matvec, b)[0]
 
+    @uncompiled
     def with_info(self, matvec: Callable[[TensorTree], TensorTree], b: TensorTree) -> tuple[Any, SolverInfo]:
         """Solve ``matvec(x) = b``.
 
@@ -151,12 +153,6 @@ class Solver(ABC):
                 graph that it did not take before: pass ``functools.partial(f, tensor)``.
             NotImplementedError: it is called under ``torch.func.jvp`` or another forward-mode derivative.
         """
-        # A compiler goes on after the solve, as it does after an inner loop.
-        solve = torch.compiler.disable(self._with_info) if torch.compiler.is_compiling() else self._with_info
-        made: tuple[Any, SolverInfo] = solve(matvec, b)
-        return made
-
-    def _with_info(self, matvec: Callable[[TensorTree], TensorTree], b: TensorTree) -> tuple[Any, SolverInfo]:
         leaves, spec = check_vector(b, "b")
         operator, params = convert(matvec, spec, leaves)
         x, info = self.solve(operator, params, leaves, spec)

@@ -20,10 +20,12 @@ from torchopt_dist.core.binding import bind
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.substitution import Substitute, finding
 from torchopt_dist.core.types import LinearSolver, TensorTree
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator
+from torchopt_dist.linear_solve._vector_layout import VectorLayout
 from torchopt_dist.linear_solve.solver import NotConverged, SolverInfo, check_limits, report
 from torchopt_dist.torch_private import transforms_are_active
 
@@ -85,6 +87,7 @@ class NonlinearSolver(ABC):
         """Solve; as :meth:`with_info`, without the information."""
         return self.with_info(function, init)[0]
 
+    @uncompiled
     def with_info(
         self, function: Callable[[TensorTree], TensorTree], init: TensorTree
     ) -> tuple[Any, NonlinearSolverInfo]:
@@ -103,14 +106,6 @@ class NonlinearSolver(ABC):
             ValueError: ``function`` returns another structure or other shapes, or differentiates what was computed
                 before the call.
         """
-        # A compiler goes on after the solve, as it does after an inner loop.
-        solve = torch.compiler.disable(self._with_info) if torch.compiler.is_compiling() else self._with_info
-        made: tuple[Any, NonlinearSolverInfo] = solve(function, init)
-        return made
-
-    def _with_info(
-        self, function: Callable[[TensorTree], TensorTree], init: TensorTree
-    ) -> tuple[Any, NonlinearSolverInfo]:
         leaves, spec = pytree.flatten(init)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -118,26 +113,23 @@ class NonlinearSolver(ABC):
                 raise TypeError(f"`init` must be a tree of floating-point tensors, got a leaf of {got}")
         if not leaves:
             raise ValueError(f"`init` must have at least one tensor, got {init!r:.80}")
-        sizes = [leaf.numel() for leaf in leaves]
+        layout = VectorLayout(leaves, 0)
+        start = layout.vector(leaves)
 
         def tree(vector: Tensor) -> Any:
-            parts = zip(vector.split(sizes), leaves, strict=True)
-            return pytree.unflatten(spec, [part.reshape(leaf.shape).to(leaf) for part, leaf in parts])
+            return pytree.unflatten(spec, layout.leaves(vector, like=leaves))
 
         def of_vector(vector: Tensor) -> Tensor:
-            value = pytree.flatten_like(spec, function(tree(vector)), "function(x)", "init")
+            x = pytree.unflatten(spec, layout.leaves(vector))
+            value = pytree.flatten_like(spec, function(x), "function(x)", "init")
             for got, leaf in zip(value, leaves, strict=True):
                 if got.shape != leaf.shape:
                     raise ValueError(
                         f"`function` must return the shapes that it takes: a leaf of shape {tuple(leaf.shape)} "
                         f"became one of shape {tuple(got.shape)}"
                     )
-            return torch.cat([leaf.reshape(-1).to(start) for leaf in value])
+            return layout.vector(value).to(start)
 
-        dtype = leaves[0].dtype
-        for leaf in leaves:
-            dtype = torch.promote_types(dtype, leaf.dtype)
-        start = torch.cat([leaf.reshape(-1).to(leaves[0].device, dtype) for leaf in leaves])
         backward: list[SolverInfo] = []
         if self.unroll or not torch.is_grad_enabled():
             x, info = self._run(of_vector, start, backward)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist.core import remat
 from torchopt_dist.core.generators import restore, states
-from torchopt_dist.core.graphs import edge_of, edges_behind, leaf_of, nodes_between
+from torchopt_dist.core.graphs import edge_of, edges_behind, edges_of, leaf_of, nodes_between
 from torchopt_dist.core.random_turns import change_generators
 from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.core.vmap import Values
@@ -312,10 +312,10 @@ class _Call:
         """Which declared tensors values depend on other than through the arguments, and which other leaves."""
         places = {edge_of(x.values): place for place, x in enumerate(self.others) if x.values.requires_grad}
         parameters = {id(x.values) for x in self.around.values([*self.calls.model.part("").parameters()])}
-        arguments = {edge_of(x) for x in points if x.requires_grad}
+        arguments = set(edges_of(points))
         found: set[int] = set()
         unknown = []
-        for edge, is_end in edges_behind(values, arguments | places.keys(), since):
+        for edge, is_end in edges_behind(edges_of(values), arguments | places.keys(), since):
             if edge in arguments:
                 continue
             if edge in places:
