@@ -12,6 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "SolverInfo",
     "SolverOptions",
     "System",
+    "jacobi",
 ]
 
 NotConverged: TypeAlias = Literal["warn", "raise", "ignore"]
@@ -264,6 +266,27 @@ class Solver(ABC):
         if not worst < 1:
             raise torch.linalg.LinAlgError(f"{name} diverged, its result is worse than zeros: {says}")
         report(says, self.not_converged)
+
+
+def jacobi(diagonal: TensorTree) -> Callable[[TensorTree], TensorTree]:
+    """Make Jacobi's preconditioner from a diagonal that is known.
+
+    Args:
+        diagonal: a tree like ``b``, without zeros.
+
+    Returns:
+        A preconditioner, for the argument ``M`` of a solver.
+
+    Example:
+        >>> import torch
+        >>> jacobi({"w": torch.tensor([2.0, 4.0])})({"w": torch.ones(2)})
+        {'w': tensor([0.5000, 0.2500])}
+    """
+    return partial(_divided, diagonal)
+
+
+def _divided(diagonal: TensorTree, vector: TensorTree) -> TensorTree:
+    return pytree.tree_truediv(vector, diagonal)
 
 
 def report(says: str, not_converged: NotConverged) -> None:
