@@ -211,10 +211,13 @@ def test_other_backward_passes_go_on_where_a_solve_ends():
     torch.testing.assert_close(torch.autograd.grad(h.exp().sum(), m), before)
 
 
-def test_a_tensor_that_a_product_takes_in_backward_only_is_an_error():
-    tensors = dict.fromkeys(range(1000), 2 * torch.ones(3, **D, requires_grad=True))  # data, and no names
-    x = SOLVE(lambda v: v * tensors[0], B)
-    tensors[0] = tensors[0] * 2
+@pytest.mark.parametrize("before", [False, True])
+def test_a_tensor_that_a_product_takes_in_backward_only_is_an_error(before):
+    """Also where there was none that requires grad before."""
+    m = torch.ones(3, **D, requires_grad=True)
+    tensors = dict.fromkeys(range(1000), 2 * m if before else 2 * m.detach())  # data, and no names
+    x = linear_solve.solve_gmres()(lambda v: v * tensors[0], B.clone().requires_grad_())
+    tensors[0] = tensors[0] * m
     with pytest.raises(ValueError, match="must take the same tensors in each call, also in backward"):
         x.sum().backward()
 

@@ -16,7 +16,6 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.bound import Bound
@@ -32,20 +31,15 @@ from torchopt_dist.core.reached import (
     name_of,
     parts_of,
 )
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.versions import Seen
 
 __all__ = ["Bindings", "bind"]
 
 
+@uncompiled
 def bind(function: Callable[..., Any]) -> Bound:
     """A function → the same function, which can run again later; see :class:`Bound`."""
-    # A compiler goes on after this: it would look into names that it cannot follow.
-    make = torch.compiler.disable(_bind) if torch.compiler.is_compiling() else _bind
-    bound: Bound = make(function)
-    return bound
-
-
-def _bind(function: Callable[..., Any]) -> Bound:
     return Bound(function, Bindings(function))
 
 

@@ -56,30 +56,16 @@ class LinearOperator(ABC):
         """The operator of the transposed matrix, conjugated if it is complex."""
         return TransposedOperator(self)
 
-    def settle(self) -> None:
-        """The first solve is done; later products are those of the same matrix, whatever names mean by then."""
-        return
-
     def pull_params(
         self, params: Tensors, vector: Tensors, cotangents: Sequence[Tensor], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         """The gradients of ``⟨cotangents, A(params) vector⟩`` with regard to those parameters that are wanted."""
-        some = [param for param, is_wanted in zip(params, wanted, strict=True) if is_wanted]
-
-        def product_of(some: Tensors) -> Tensors:
-            given = iter(some)
-            return self.apply([next(given) if w else p for p, w in zip(params, wanted, strict=True)], vector)
-
-        grads = iter(vjp(product_of, some)[1](cotangents))
-        return [next(grads) if is_wanted else None for is_wanted in wanted]
+        return vjp(partial(self.apply, vector=vector), params, wanted=wanted)[1](cotangents)
 
 
 @dataclass(frozen=True)
 class _Wrapper(LinearOperator):
     inner: LinearOperator
-
-    def settle(self) -> None:
-        self.inner.settle()
 
     @property
     def batch_shape(self) -> tuple[int, ...]:

@@ -19,10 +19,10 @@ from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
+from torchopt_dist.diff.adjoints._missing_gradients import watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.diff.adjoints._second_order import without_second_order
-from torchopt_dist.diff.adjoints._undeclared import watched
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
 from torchopt_dist.ops._columns import as_real
 

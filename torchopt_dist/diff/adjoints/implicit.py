@@ -16,11 +16,11 @@ from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._declared import tensors_of_batches
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
+from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import samples_for
 from torchopt_dist.diff.adjoints._settings import check_count
 from torchopt_dist.diff.adjoints._stationary import far_from_a_minimum, warn_of_unused
-from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.implicit import Found, attach
 from torchopt_dist.formulas.attention import attention_by_formula
