@@ -59,8 +59,8 @@ $(STAMP): $(SOURCES) | $(TORCH_STAMP)
 	@$(INSTALL) --no-build-isolation -e ".[test]"
 	@touch $@
 
-demo: $(STAMP) ## install, then MAML on handwritten digits on two worker processes
-	$(BIN)/torchrun --nproc_per_node=$(NPROC) examples/maml_digits.py $(ARGS)
+demo: $(STAMP) ## install, then letters of unseen scripts after one example, on two worker processes: ARGS="--minutes 30"
+	$(BIN)/torchrun --nproc_per_node=$(NPROC) examples/few_shot.py $(ARGS)
 
 test: $(STAMP) ## install, then the tests, but for those that are left to `make nightly`
 	$(PYTEST) $(ARGS)
