@@ -12,13 +12,15 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.backends import cudnn
 
 from torchopt_dist.launching.packing import pack, unpack
 
@@ -46,29 +48,47 @@ COPIED = (
 LINE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\s*=(.*)")
 
 
+def _default_device() -> str:
+    """The default device; a GPU without a number is the current one."""
+    device = torch.get_default_device()
+    current = device.type == "cuda" and device.index == torch.cuda.current_device()
+    return device.type if current else str(device)
+
+
+OF_TORCH: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_default_device, torch.set_default_device),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1]),
+    ),
+    (partial(getattr, cudnn, "benchmark"), partial(setattr, cudnn, "benchmark")),
+    (partial(getattr, cudnn, "deterministic"), partial(setattr, cudnn, "deterministic")),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda both: torch.autograd.set_detect_anomaly(*both),
+    ),
+)
+"""Each setting of torch: how it is read, and how it is set."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of a process.
 
     Attributes:
-        dtype: the default dtype.
-        device: the default device; a GPU without a number is the current one.
-        matmul: the precision of products of float32.
-        deterministic: whether to use deterministic algorithms only, and whether others are warned of only.
-        cudnn: whether cuDNN tries algorithms, and whether it uses deterministic ones only.
-        anomaly: whether autograd detects anomalies, and checks for NaN.
+        of_torch: those of :data:`OF_TORCH`.
         filters: of warnings: action, patterns of message and module, module and name of the category, line.
         levels: of loggers, by name; the root's is empty.
         handlers: of the root logger, those that write to standard error or output: which, the level, the packed
             formatter.
     """
 
-    dtype: torch.dtype
-    device: str
-    matmul: str
-    deterministic: tuple[bool, bool]
-    cudnn: tuple[bool, bool]
-    anomaly: tuple[bool, bool]
+    of_torch: tuple[Any, ...]
     filters: tuple[tuple[Any, str, str, str, str, int], ...]
     levels: dict[str, int]
     handlers: tuple[tuple[str, int, bytes], ...]
@@ -78,35 +98,19 @@ class Settings:
         """Read the settings of this process; the default device is the thread's."""
         root = logging.getLogger()
         loggers = {"": root, **root.manager.loggerDict}
+        levels = {name: each.level for name, each in loggers.items() if isinstance(each, logging.Logger)}
         return cls(
-            torch.get_default_dtype(),
-            _default_device(),
-            torch.get_float32_matmul_precision(),
-            (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            ),
-            (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-            (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+            tuple(read() for read, _ in OF_TORCH),
             tuple(map(_plain, warnings.filters)),
-            {
-                name: each.level
-                for name, each in loggers.items()
-                if isinstance(each, logging.Logger) and each.level
-            },
+            {name: level for name, level in levels.items() if level},
             tuple(described for handler in root.handlers if (described := _describe(handler))),
         )
 
     def apply(self) -> None:
         """Let this process have the settings."""
-        torch.set_default_dtype(self.dtype)
-        if self.device != "cpu":
-            torch.set_default_device(self.device)
-        torch.set_float32_matmul_precision(self.matmul)
-        if self.deterministic[0]:  # the function imports much
-            torch.use_deterministic_algorithms(True, warn_only=self.deterministic[1])
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = self.cudnn
-        torch.autograd.set_detect_anomaly(*self.anomaly)
+        for (read, change), value in zip(OF_TORCH, self.of_torch, strict=True):
+            if read() != value:  # some import much
+                change(value)
         warnings.resetwarnings()
         for action, message, module, category_module, category_name, line in reversed(self.filters):
             with contextlib.suppress(KeyError, AttributeError):  # who is not imported here warns of nothing
@@ -120,12 +124,6 @@ class Settings:
             with contextlib.suppress(Exception):  # its class is not here: the usual form
                 handler.setFormatter(unpack(formatter))
             logging.getLogger().addHandler(handler)
-
-
-def _default_device() -> str:
-    device = torch.get_default_device()
-    current = device.type == "cuda" and device.index == torch.cuda.current_device()
-    return device.type if current else str(device)
 
 
 def _plain(entry: tuple[Any, ...]) -> tuple[Any, str, str, str, str, int]:
