@@ -17,8 +17,7 @@ from tests.launch.curves import TRAIN, curve, expected
 from tests.launch.slurm_cluster import NEEDS_SLURM
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import ROOT, torchrun
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import Launcher, cluster
 
 pytestmark = pytest.mark.timeout(200)
 SUBMITIT = """
@@ -80,7 +79,7 @@ def on_launched_workers(**options):
     try:
         return launcher.run(run_main).rank(0)
     finally:
-        remote.close_all(options["hosts"])
+        cluster.close_all(options["hosts"])
 
 
 def run_main():

@@ -14,7 +14,7 @@ import pytest
 from tests.launch.slurm_cluster import NEEDS_SLURM
 from tests.processes import ROOT
 from tests.waits import wait_until
-from torchopt_dist.process.slurm_lists import expand_nodes
+from torchopt_dist.process.slurm import expand_nodes
 
 pytestmark = [NEEDS_SLURM, pytest.mark.timeout(240)]
 
@@ -96,7 +96,7 @@ except Exception as error:
 """
 GPUS = """
 import json, subprocess
-from torchopt_dist.launching import _slurm as slurm
+from torchopt_dist.process import slurm
 other = slurm.hosts_of_job()[1]
 step = [*slurm.step(other), "printenv", "SLURM_GPUS_ON_NODE"]
 done = subprocess.run(step, env=slurm.own_environment(), capture_output=True, text=True)

@@ -17,7 +17,7 @@ from tests.launch.families import alive, assert_gone, family_of, forkserver_of, 
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import start_python
 from tests.waits import say, watch
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import cluster
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -184,6 +184,6 @@ def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, warm_executabl
 
 def test_no_process_is_left_when_all_is_closed(sshd, launcher):
     pids = launcher(["node1"]).run(lambda: [os.getppid(), forkserver_of(os.getppid())]).rank(0)
-    remote.close_all()
+    cluster.close_all()
     assert_gone(pids)
     assert not alive(pids)

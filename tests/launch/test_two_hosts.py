@@ -35,8 +35,7 @@ from tests.launch.elastic.worlds import in_worlds, world_of
 from tests.launch.families import assert_gone, family_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.waits import say, wait_until
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import Launcher, cluster
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -382,7 +381,7 @@ def call_the_other(folder):
 
 def wait_until_lost(name):
     """Both ends of a connection are patient, and one of them notices a little later than the other."""
-    known = [task.result() for key, task in remote._machines.items() if key[1] == name and task.done()]
+    known = [task.result() for key, task in cluster._machines.items() if key[1] == name and task.done()]
     assert known
     wait_until(lambda: all(machine.why_lost() is not None for machine in known), tell=lambda: f"{known}")
 

@@ -25,11 +25,8 @@ from typing import Any
 import setproctitle
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching import _messages as messages
-from torchopt_dist.launching import _processes as processes
-from torchopt_dist.launching import _store as store
-from torchopt_dist.launching import _worker as worker
-from torchopt_dist.launching._stream import Stream
+from torchopt_dist.launching import messages, processes, store, worker
+from torchopt_dist.launching.messages import Stream
 from torchopt_dist.process.out_of_memory import out_of_memory_kills
 from torchopt_dist.process.signals import INTERRUPT
 
@@ -129,23 +126,23 @@ class Agent:
             self._spoke_at = now
             self._tell(messages.Alive(os.getpid()))
 
-    def _tell(self, message: object, payload: bytes = b"") -> None:
+    def _tell(self, message: object) -> None:
         if not self._launcher_has_ended:
             try:
-                self._stream.put(message, payload)
+                self._stream.put(message)
             except OSError:
                 self._lose_launcher()
 
     def _hear(self) -> None:
         try:
             self._stream.send()
-            heard = self._stream.receive()
+            received = self._stream.receive()
         except (EOFError, OSError):
             self._lose_launcher()
             return
-        for message, payload in heard or ():
+        for message in received or ():
             if isinstance(message, messages.StartWorkers):
-                self._start(message, payload)
+                self._start(message)
             elif isinstance(message, messages.Speak):
                 self._between_signs = message.seconds
             elif isinstance(message, messages.Stop):
@@ -180,7 +177,7 @@ class Agent:
 
     # Starts of workers.
 
-    def _start(self, message: messages.StartWorkers, task: bytes) -> None:
+    def _start(self, message: messages.StartWorkers) -> None:
         if message.cores is not None:
             os.sched_setaffinity(0, message.cores)
         if message.umask is not None:
@@ -192,7 +189,7 @@ class Agent:
             listener = self._listeners.keep(message.store)
         try:
             for rank in message.env:
-                self._fork(rank, message, task, listener)
+                self._fork(rank, message, listener)
         except OSError as error:  # there are too many files or processes
             self._tell(messages.NotStarted(error.errno or 0, str(error.strerror)))
             return
@@ -209,9 +206,7 @@ class Agent:
             self._store = error
             os.write(self._wake, b"\0")
 
-    def _fork(
-        self, rank: int, message: messages.StartWorkers, task: bytes, listener: socket.socket | None
-    ) -> None:
+    def _fork(self, rank: int, message: messages.StartWorkers, listener: socket.socket | None) -> None:
         ends: dict[str, tuple[int, int]] = {}
         agent = os.getpid()
         try:
@@ -228,7 +223,7 @@ class Agent:
                 self._become_worker(agent, [pair[0] for pair in ends.values()])
                 if listener is not None:
                     listener.close()
-                worker.work(rank, message, task, **{name: pair[1] for name, pair in ends.items()})
+                worker.work(rank, message, **{name: pair[1] for name, pair in ends.items()})
             finally:
                 os._exit(1)
         forked = _Worker(rank, {reading: name for name, (reading, _) in ends.items()})
@@ -270,7 +265,7 @@ class Agent:
         except BlockingIOError:
             return False
         if data:
-            self._tell(messages.Output(writer.rank, writer.pipes[pipe]), data)
+            self._tell(messages.Output(writer.rank, writer.pipes[pipe], data))
             return True
         self._pipes.unregister(pipe)
         os.close(pipe)

@@ -1,7 +1,7 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-``_agents.py`` has the streams to the agents, and ``_handles.py`` what is known of agents and workers. Of several errors
-the likeliest cause is raised. Agents and workers have ended when :meth:`Job.run` returns or raises.
+``hosts.py`` has the streams to the agents, and ``states.py`` what is known of agents and workers. Of several errors
+the likeliest cause is raised. Agents and workers have ended when :meth:`Attempt.run` returns or raises.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
-from torchopt_dist.launching import _messages as messages
-from torchopt_dist.launching._agents import Agents
-from torchopt_dist.launching._handles import AgentHandle, WorkerHandle, may_be_an_echo
-from torchopt_dist.launching._pickling import unpack_failure
-from torchopt_dist.launching._plan import Plan
-from torchopt_dist.launching._rendezvous import agree
+from torchopt_dist.launching import messages
+from torchopt_dist.launching.hosts import Agents, Plan, agree
+from torchopt_dist.launching.packing import unpack_failure
+from torchopt_dist.launching.states import (
+    AgentHandle,
+    AgentState,
+    WorkerHandle,
+    WorkerState,
+    may_be_an_echo,
+)
 
-__all__ = ["Job", "StoppedError"]
+__all__ = ["Attempt", "StoppedError"]
 
 log = logging.getLogger(__package__)
 
@@ -35,16 +39,16 @@ ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
 
 
 class StoppedError(Exception):
-    """Raised by a job that was told to stop before all functions had returned."""
+    """Raised by an attempt that was told to stop before all functions had returned."""
 
 
-class Job:
+class Attempt:
     """One attempt to run a task on all workers.
 
     Args:
         plan: the launch.
         restarts: how many attempts there have been before.
-        stop: the job ends its workers when there is something to read from this socket.
+        stop: the attempt ends its workers when there is something to read from this socket.
 
     Attributes:
         lost: the names of the hosts that were lost → the reasons. It is complete when :meth:`run` has ended.
@@ -53,7 +57,7 @@ class Job:
 
     def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
         self._plan, self._options, self._restarts, self._stop = plan, plan.options, restarts, stop
-        self._told_to_stop = self._is_ending = False
+        self._is_stopped = self._is_ending = False
         self.lost: dict[str, str] = {}
         self.replaced: defaultdict[int, list[WorkerFailedError]] = defaultdict(list)
         self._master = ("", 0)
@@ -67,7 +71,7 @@ class Job:
 
         Raises:
             Exception: as :meth:`~torchopt_dist.launching.Launcher.run`.
-            StoppedError: the job was told to stop.
+            StoppedError: the attempt was told to stop.
         """
         grace = self._options.stop_timeout
         try:
@@ -107,7 +111,7 @@ class Job:
 
     @property
     def _all_returned(self) -> bool:
-        return all(worker.has_ended_well for worker in self._workers)
+        return all(worker.is_good for worker in self._workers)
 
     def _turn(self, until: float = math.inf) -> None:
         """Handle the next events or the next deadline, whichever is first; return at ``until`` if neither comes."""
@@ -123,31 +127,31 @@ class Job:
         options, patience = self._options, self._plan.liveness.patience
         if self._failures:
             _, moment, error = min(self._failures, key=lambda failure: failure[0])  # of equals, the first
-            all_known = all(worker.decided for worker in self._workers)
+            all_known = all(worker.is_decided for worker in self._workers)
             yield (-math.inf if all_known else moment), partial(_raise, error)
-        if self._told_to_stop and not self._all_returned:
+        if self._is_stopped and not self._all_returned:
             yield -math.inf, partial(_raise, StoppedError())
-        if starting := [worker.begun for worker in self._workers if not (worker.running or worker.lost)]:
+        if starting := [worker.begun for worker in self._workers if worker.is_starting]:
             yield min(starting) + options.start_timeout, self._refuse_late_starts
         if options.timeout is not None and not self._all_returned:
             yield self._plan.begun + options.timeout, self._refuse_late_values
         for agent in self._agents:
-            if not agent.ended:
+            if not agent.has_ended:
                 yield self._agents.silent_at(agent), partial(self._give_up_agent, agent)
             for worker in agent.workers.values():
-                if worker.halted is not None and not worker.decided:
+                if worker.halted is not None and not worker.is_decided:
                     since, number = worker.halted
                     yield since + patience, partial(self._give_up_halted, agent, worker, number)
 
     def _refuse_late_starts(self) -> None:
-        waiting = ", ".join(str(worker) for worker in self._workers if not (worker.running or worker.lost))
+        waiting = ", ".join(str(worker) for worker in self._workers if worker.is_starting)
         seconds = self._options.start_timeout
         raise InitializationError(
             f"{waiting} did not start within `start_timeout`, {seconds:g} s: give more where machines are busy"
         )
 
     def _refuse_late_values(self) -> None:
-        waiting = ", ".join(str(worker) for worker in self._workers if not worker.has_ended_well)
+        waiting = ", ".join(str(worker) for worker in self._workers if not worker.is_good)
         seconds = self._options.timeout
         raise CallTimeoutError(f"{waiting} did not return within `timeout`, {seconds:g} s")
 
@@ -175,10 +179,10 @@ class Job:
             return
         log.warning("%s; the others go on", error)
         for worker in workers:
-            worker.lost = error
+            worker.lose(error)
 
     def _may_be_replaced(self, worker: WorkerHandle) -> bool:
-        """Whether a worker that has died gets a new process: not rank 0, and not when the job is about to end."""
+        """Whether a worker that has died gets a new process: not rank 0, and not when the attempt is about to end."""
         is_ending = self._is_ending or bool(self._failures)
         return self._options.on_loss == "replace" and worker.rank > 0 and not is_ending
 
@@ -189,7 +193,7 @@ class Job:
             self._fail(error, 0.0, worker)
             return
         log.warning("%s; it gets a new process, %d of %d", error, worker.incarnation + 1, most)
-        worker.lost = error
+        worker.lose(error)
         self.replaced[worker.rank].append(error)
         if worker.incarnation:
             self._agents.tell_to_stop(agent, 0.0)
@@ -202,13 +206,13 @@ class Job:
     def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
         """Record that workers have failed by an error, whose cause may become known in so many seconds."""
         for worker in workers:
-            worker.failed = True
+            worker.enter(WorkerState.FAILED)
         self._failures.append((wait, time.monotonic() + wait, error))
 
     def _note_stop(self) -> None:
         assert self._stop is not None
         self._agents.unwatch(self._stop)
-        self._told_to_stop = True
+        self._is_stopped = True
         for agent in self._agents:
             self._hear(agent)  # its workers may have returned just now
 
@@ -224,25 +228,26 @@ class Job:
                 how = late if worker.status is None else f"and then ended with status {worker.status}"
                 log.warning("%s returned its value, %s", worker, how)
 
-    # What agents and workers tell.
+    # What agents and workers say.
 
     def _hear(self, agent: AgentHandle) -> None:
-        if agent.ended:
+        if agent.has_ended:
             return  # since this turn began
         try:
             with contextlib.suppress(OSError):  # the end is seen as such below
                 agent.stream.send()
-            heard = agent.stream.receive()
+            received = agent.stream.receive()
         except EOFError:
-            lost = None if agent.told_to_stop else agent.machine.why_lost(LOST_SECONDS)
+            working = agent.state is AgentState.WORKING
+            lost = agent.machine.why_lost(LOST_SECONDS) if working else None
             self._agent_ended(agent, "died" if lost is None else f"was lost: {lost}")
             return
-        if heard is not None:
+        if received is not None:
             agent.heard = time.monotonic()
-            for message, payload in heard:
-                self._note(agent, message, payload)
+            for message in received:
+                self._note(agent, message)
 
-    def _note(self, agent: AgentHandle, message: Any, payload: bytes) -> None:
+    def _note(self, agent: AgentHandle, message: Any) -> None:
         if isinstance(message, messages.Alive):
             agent.pid = message.pid
         elif isinstance(message, (messages.Listening, messages.Reached)):
@@ -253,47 +258,49 @@ class Job:
         elif isinstance(message, messages.Output):
             worker = agent.workers[message.rank]
             if message.into == "report":
-                for said, of_it in worker.report.feed(payload):
-                    self._note_report(worker, said, of_it)
+                for report in worker.report.feed(message.data):
+                    self._note_report(worker, report)
             else:
-                worker.lines[message.into].feed(payload)
+                worker.lines[message.into].feed(message.data)
         elif isinstance(message, messages.Started):
-            agent.workers[message.rank].pid = message.pid
+            worker = agent.workers[message.rank]
+            worker.enter(WorkerState.STARTED)
+            worker.pid = message.pid
         elif isinstance(message, messages.Halted):
             halted = None if message.signal is None else (time.monotonic(), message.signal)
             agent.workers[message.rank].halted = halted
         elif isinstance(message, messages.Exited):
             worker = agent.workers[message.rank]
             worker.note_end(message.status)
-            if not worker.decided:
+            if not worker.is_decided:
                 error = worker.death(message.status, out_of_memory=message.out_of_memory)
                 if self._may_be_replaced(worker):
                     self._replace(agent, worker, error)
                 else:
                     self._lose(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
 
-    def _note_report(self, worker: WorkerHandle, said: Any, payload: bytes) -> None:
-        if isinstance(said, messages.Running):
-            worker.running = True
-        elif isinstance(said, messages.Returned):
-            worker.value = payload
-        elif isinstance(said, messages.Raised):
-            if said.exit_code == 0 and not self._is_ending:  # who is told to stop may end so, too
-                worker.value = payload
-            elif said.exit_code is not None:
-                self._fail(worker.death(said.exit_code, asked=True), EXIT_SECONDS, worker)
-            else:
-                error = unpack_failure(said.told, payload, str(worker))
-                self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
+    def _note_report(self, worker: WorkerHandle, report: Any) -> None:
+        if isinstance(report, messages.Running):
+            worker.enter(WorkerState.RUNNING)
+        elif isinstance(report, messages.Returned):
+            worker.give_value(report.value)
+        elif report.exit_code == 0 and not self._is_ending:  # who is told to stop may end so, too
+            worker.give_value(report.failure)
+        elif report.exit_code is not None:
+            self._fail(worker.death(report.exit_code, asked=True), EXIT_SECONDS, worker)
+        else:
+            error = unpack_failure(report.text, report.failure, str(worker))
+            self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
 
     def _agent_ended(self, agent: AgentHandle, how: str) -> None:
         workers = list(agent.workers.values())
-        left = [worker for worker in workers if not worker.decided]
+        left = [worker for worker in workers if not worker.is_decided]
+        was_working = agent.state is AgentState.WORKING
         self._agents.drop(agent)
-        if agent.told_to_stop:
+        if not was_working:
             return
         self.lost[agent.name] = f"its agent {how}"
-        if all(worker.has_ended_well for worker in workers):
+        if all(worker.is_good for worker in workers):
             log.warning("the agent on %s %s, after its workers had returned", agent.name, how)
             return
         if any(worker.pid for worker in workers):

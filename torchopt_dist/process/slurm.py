@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Mapping
-
-from torchopt_dist.process.slurm_lists import expand_nodes, expand_numbers
 
 __all__ = [
     "cpus_per_host",
+    "expand_nodes",
+    "expand_numbers",
     "gpus_per_host",
     "has_several_hosts",
     "hosts_of_job",
@@ -20,6 +22,9 @@ __all__ = [
 KEPT = ("SLURM_CONF", "SLURM_JOB_ID")
 """Those of SLURM's variables that a new step gets: from the others it would take what the job was submitted with, such
 as the number of tasks on each node, and without the number of the job it would be a job of its own."""
+NODES = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+NUMBER = re.compile(r"0*(\d+)(?:\(x(\d+)\))?")
 
 
 def is_in_job(env: Mapping[str, str] = os.environ) -> bool:
@@ -127,3 +132,55 @@ def _by_group(name: str, env: Mapping[str, str]) -> list[str]:
     groups = int(env["SLURM_HET_SIZE"]) if env.get("SLURM_HET_SIZE", "").isdecimal() else 0
     found = [env[each] for index in range(groups) if (each := f"{name}_HET_GROUP_{index}") in env]
     return found or [env.get(name, "")]
+
+
+# The form of its lists.
+
+
+def expand_nodes(text: str) -> list[str]:
+    """The names of the nodes in a list such as ``SLURM_JOB_NODELIST``.
+
+    Raises:
+        ValueError: the list has another form.
+
+    Example:
+        >>> expand_nodes("n[08-10,2],login,r[1-2]c[1-2]")
+        ['n08', 'n09', 'n10', 'n2', 'login', 'r1c1', 'r1c2', 'r2c1', 'r2c2']
+    """
+    parts = NODES.findall(text)
+    if ",".join(parts) != text or not parts:
+        raise ValueError(f"a list of SLURM's nodes must be of the form n[1-3,5],m2, got {text!r}")
+    return [name for part in parts for name in _names(part)]
+
+
+def _names(part: str) -> list[str]:
+    words = re.split(r"\[([^\]]*)\]", part)  # every second one was in brackets
+    choices = [_range(word) if index % 2 else [word] for index, word in enumerate(words)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def _range(text: str) -> list[str]:
+    found: list[str] = []
+    for part in text.split(","):
+        match = RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(f"a range of SLURM's nodes must be of the form 1-3,5, got {text!r}")
+        first, last = match[1], match[2] or match[1]
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def expand_numbers(text: str) -> list[int] | None:
+    """The numbers in a list such as ``SLURM_JOB_CPUS_PER_NODE``, one for each node; ``None`` if it has another form.
+
+    Example:
+        >>> expand_numbers("8(x2),4")
+        [8, 8, 4]
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        match = NUMBER.fullmatch(part)
+        if match is None:
+            return None
+        found += [int(match[1])] * int(match[2] or 1)
+    return found

@@ -41,9 +41,9 @@ import psutil
 import setproctitle
 import torch
 
-from torchopt_dist.launching import _processes as processes
-from torchopt_dist.launching._agent import Agent
-from torchopt_dist.launching._environment import import_path
+from torchopt_dist.launching import processes
+from torchopt_dist.launching.agent import Agent
+from torchopt_dist.launching.settings import import_path
 from torchopt_dist.torch_private import interpreter_flags
 
 __all__ = ["MARK", "PROGRAM", "connect", "read_on_import", "serve", "serve_by_ssh", "versions"]
@@ -68,7 +68,7 @@ PROGRAM = (
     "start['own']=dict(os.environ);"
     "os.environ.update(start['env']);"
     "sys.path+=[p for p in start['path'] if p not in sys.path];"
-    "from torchopt_dist.launching._forkserver import serve_by_ssh;"
+    "from torchopt_dist.launching.forkserver import serve_by_ssh;"
     "serve_by_ssh(start)"
 )
 """What Python is given to run on another machine. Variables and paths come by standard input: a command line is for all
@@ -80,17 +80,14 @@ to see."""
 
 @dataclass
 class _Server:
-    """A forkserver of this program.
-
-    Attributes:
-        address: the address of its socket, which is abstract: it is not in the file system.
-        loaded: the environment variables with which it imported libraries that read them.
-        process: the process, if this one has started it.
-    """
+    """A forkserver of this program."""
 
     address: str
+    """Of its socket, which is abstract: it is not in the file system."""
     loaded: dict[str, str]
+    """The environment variables with which it imported libraries that read them."""
     process: subprocess.Popen[bytes] | None = None
+    """Itself, if this process has started it."""
 
     def stop(self) -> None:
         """Kill it. The agents that it has forked go on."""
@@ -135,9 +132,8 @@ def connect(env: Mapping[str, str]) -> socket.socket:
 
 def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that libraries read when they are imported."""
-    return {
-        name: value for name, value in env.items() if READ_ON_IMPORT.match(name) and not SET_LATER.match(name)
-    }
+    names = [name for name in env if READ_ON_IMPORT.match(name) and not SET_LATER.match(name)]
+    return {name: env[name] for name in names}
 
 
 def _start(env: Mapping[str, str]) -> _Server:
@@ -147,8 +143,8 @@ def _start(env: Mapping[str, str]) -> _Server:
         listener.listen(BACKLOG)
         program = (
             f"import sys; sys.path[:] = {import_path()!r}\n"
-            "from torchopt_dist.launching import _forkserver\n"
-            f"_forkserver.serve({listener.fileno()}, {os.getpid()})"
+            "from torchopt_dist.launching.forkserver import serve\n"
+            f"serve({listener.fileno()}, {os.getpid()})"
         )
         process = subprocess.Popen(
             [sys.executable, *interpreter_flags(), "-c", program],
@@ -277,9 +273,8 @@ def _serve(
     takes_over = -1
     while True:
         until = min(lost_at, idle_at)
-        ready = {
-            key.fd for key, _ in selector.select(None if until == math.inf else until - time.monotonic())
-        }
+        seconds = None if until == math.inf else until - time.monotonic()
+        ready = {key.fd for key, _ in selector.select(seconds)}
         own = [fd for fd in (launcher_end, woken, wake, takes_over) if fd >= 0]
         if launcher_end in ready:
             if patience is None or not os.read(launcher_end, 1 << 12):
@@ -321,8 +316,7 @@ def _start_successor(
 ) -> tuple[int, int]:
     """Fork a process that imports what is imported when idle, and is a forkserver as well from then on.
 
-    Returns:
-        The process, and a descriptor from which a byte can be read when it has taken over.
+    It comes with a descriptor from which a byte can be read when it has taken over.
     """
     server, (takes_over, says_so) = os.getpid(), os.pipe2(os.O_CLOEXEC)
     try:
@@ -381,10 +375,7 @@ def _accept(connections: socket.socket) -> tuple[socket.socket | None, int]:
 def _bury(agents: set[int]) -> Collection[int]:
     """Remove agents that have ended, and kill the processes that were left by an agent that was killed itself.
 
-    Those that clean up after the others end by themselves, and are removed later.
-
-    Returns:
-        The processes that have ended.
+    Those that clean up after the others end by themselves, and are removed later. Returns what has ended.
     """
     ended = dict(processes.reap())
     left_something = any(pid not in agents or status != 0 for pid, status in ended.items())

@@ -87,10 +87,10 @@ class _Unpickler(pickle.Unpickler):
         self._here = set(getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ()))
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
+        named = super().find_class(module, name)
         if (module, name) == ("cloudpickle.cloudpickle", "_class_setstate"):
-            return lambda kind, state: kind if kind in self._here else found(kind, state)
-        return found
+            return lambda kind, state: kind if kind in self._here else named(kind, state)
+        return named
 
 
 # Tasks.
@@ -106,9 +106,9 @@ def pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         return pack((func, args, kwargs))
     except Exception as error:
         parts = [("func", func), *((f"args[{i}]", arg) for i, arg in enumerate(args)), *kwargs.items()]
-        found = find_unsendable(parts, lambda part: _why_not(part) is None)
-        if found is not None:
-            place, part = found
+        unsendable = find_unsendable(parts, lambda part: _why_not(part) is None)
+        if unsendable is not None:
+            place, part = unsendable
             raise SerializationError(
                 f"{place if '`' in place else f'`{place}`'} must be something that can be pickled, since workers are "
                 f"other processes, got {type(part).__name__} {safe_repr(part):.200}: {_why_not(part)}"
@@ -146,14 +146,14 @@ def fill_main(loaded: tuple[Any, ...]) -> None:
     """Put classes and functions of the launcher's ``__main__`` into this one, where plain pickle looks for them."""
     main = vars(sys.modules["__main__"])
     classes: Any = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", ())
-    for name, found in (*_globals_of(loaded), *((_name(kind), kind) for kind in classes)):
-        if getattr(found, "__module__", "") in OF_SCRIPTS and _name(found) == name and not _is_nested(found):
-            main.setdefault(name, found)
+    for name, value in (*_globals_of(loaded), *((_name(kind), kind) for kind in classes)):
+        if getattr(value, "__module__", "") in OF_SCRIPTS and _name(value) == name and not _is_nested(value):
+            main.setdefault(name, value)
 
 
-def _name(found: Any) -> str:
+def _name(value: Any) -> str:
     """The name of a function, a class or a type variable, which has no other."""
-    return str(getattr(found, "__qualname__", None) or found.__name__)
+    return str(getattr(value, "__qualname__", None) or value.__name__)
 
 
 def _globals_of(loaded: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
@@ -166,10 +166,10 @@ def _globals_of(loaded: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
             yield from ((n, p) for n, p in part.__globals__.items() if isinstance(p, NAMED))
 
 
-def _is_nested(found: Any) -> bool:
+def _is_nested(value: Any) -> bool:
     """Whether it is defined in a function or a class. Of a class, cloudpickle keeps the methods' full names only."""
-    methods = [part for part in getattr(found, "__dict__", {}).values() if isinstance(part, FunctionType)]
-    return "." in _name(found) or any(f".{found.__name__}." in part.__qualname__ for part in methods)
+    methods = [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, FunctionType)]
+    return "." in _name(value) or any(f".{value.__name__}." in part.__qualname__ for part in methods)
 
 
 # Values and exceptions.
@@ -207,17 +207,17 @@ def unpack_value(data: bytes, worker: str) -> Any:
 def pack_failure(error: BaseException) -> tuple[SerializedException, bytes]:
     """An exception on a worker as text alone, which can always be read, and as data, pickled."""
     failure = SerializedException.of(error)
-    told = SerializedException.told(failure.text, failure.traceback, failure.worker)
+    text = SerializedException.told(failure.text, failure.traceback, failure.worker)
     try:
-        return told, pack(failure)
+        return text, pack(failure)
     except Exception:  # its parts can be sent one by one, and yet not together
-        return told, b""
+        return text, b""
 
 
-def unpack_failure(told: SerializedException, data: bytes, worker: str) -> Exception:
-    """Unpickle an exception of a worker, to raise it in the launcher; ``told`` is the same as text alone."""
+def unpack_failure(text: SerializedException, data: bytes, worker: str) -> Exception:
+    """Unpickle an exception of a worker, to raise it in the launcher; ``text`` is the same as text alone."""
     try:
         failure: SerializedException = unpack(data)
     except Exception:  # its class is known on the worker only
-        failure = told
+        failure = text
     return failure.to_error(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import linecache
 import os
@@ -10,27 +11,31 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import IO, Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import setproctitle
 import torch
 import torch.distributed as dist
 
-from torchopt_dist.launching._breakpoint import install as install_breakpoint
-from torchopt_dist.launching._messages import Header, Raised, Returned, Running, StartWorkers
-from torchopt_dist.launching._pickling import pack_failure, pack_value, unpack, unpack_task
-from torchopt_dist.launching._store import LOOPBACK
-from torchopt_dist.launching._stream import frame
+from torchopt_dist.launching.messages import Header, Raised, Returned, Running, StartWorkers, frame
+from torchopt_dist.launching.packing import pack_failure, pack_value, unpack, unpack_task
+from torchopt_dist.launching.store import LOOPBACK
 from torchopt_dist.process.liveness import note_ended
 from torchopt_dist.process.network import choose_interface
 from torchopt_dist.process.signals import INTERRUPT
 from torchopt_dist.torch_private import finish_interpreter, leave_finalizers
 
-__all__ = ["asked_to_exit", "importing", "in_groups", "work"]
+__all__ = ["asked_to_exit", "importing", "in_groups", "terminal", "work"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+NO_TERMINAL = (
+    "`breakpoint()` in a worker needs the terminal in which the program was started, and {why}: "
+    "call the function in your own process (`Debug a worker` in the documentation), or set PYTHONBREAKPOINT "
+    "to a debugger that opens a port"
+)
 
 _importing: frozenset[str] = frozenset()
 
@@ -73,13 +78,12 @@ def _in_rpc_group(func: Callable[..., T], on_loss: str, /, *args: Any, **kwargs:
     return value
 
 
-def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: int, report: int) -> NoReturn:
+def work(rank: int, start: StartWorkers, *, stdout: int, stderr: int, report: int) -> NoReturn:
     """Run the function, report its value or exception, and end as a Python program ends.
 
     Args:
         rank: the worker's rank.
         start: the message with what all workers of the host get.
-        task: the packed function and its arguments.
         stdout: descriptor of the pipe for what the worker prints.
         stderr: the same for standard error.
         report: descriptor of the pipe for frames of :class:`Running`, and then :class:`Returned` or :class:`Raised`.
@@ -94,7 +98,7 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
             header: Header = unpack(start.header)
             _take_over(header, start.env[rank])
             _become_fresh(rank)
-            function, args, kwargs = unpack_task(task)
+            function, args, kwargs = unpack_task(start.task)
             header.settings.apply()  # now, since filters of warnings are of classes that have been imported
             _report(report, Running())
             value = function(*args, **kwargs)
@@ -102,15 +106,15 @@ def work(rank: int, start: StartWorkers, task: bytes, *, stdout: int, stderr: in
             if signal.getsignal(INTERRUPT) is _interrupt:
                 signal.signal(INTERRUPT, _notice)
         if os.getpid() == pid:  # and not a process that the function has forked
-            _report(report, Returned(), pack_value(value, rank))
+            _report(report, Returned(pack_value(value, rank)))
         code = 0
         del function, args, kwargs, value
     except BaseException as error:
         asked = asked_to_exit(error)
         code = 1 if asked is None else asked
         if os.getpid() == pid:
-            told, failure = pack_failure(error)
-            _report(report, Raised(told, asked), pack_value(None, rank) if asked == 0 else failure)
+            text, failure = pack_failure(error)
+            _report(report, Raised(text, asked, pack_value(None, rank) if asked == 0 else failure))
     _leave(code)
 
 
@@ -157,7 +161,7 @@ def _take_over(header: Header, own: dict[str, str]) -> None:
     sys.path[:] = header.path
     sys.argv[:] = header.argv
     linecache.cache.update(header.sources)
-    install_breakpoint(header.terminal, int(own["RANK"]))
+    _install_breakpoint(header.terminal, int(own["RANK"]))
     os.chdir(header.folder)
     # Where torch's `record` writes an exception. What is raised here is sent, so the file needs no name.
     error_file = os.memfd_create("todist", os.MFD_CLOEXEC)
@@ -178,12 +182,11 @@ def _become_fresh(rank: int) -> None:
     torch.seed()
 
 
-def _report(pipe: int, message: Running | Returned | Raised, payload: bytes = b"") -> None:
+def _report(pipe: int, message: Running | Returned | Raised) -> None:
     with contextlib.suppress(OSError):  # the agent has ended, and soon so will this process
-        for part in frame(message, payload):
-            left = memoryview(part)
-            while left:
-                left = left[os.write(pipe, left) :]
+        for part in frame(message):
+            while part:
+                part = part[os.write(pipe, part) :]
 
 
 def asked_to_exit(error: BaseException) -> int | None:
@@ -214,3 +217,63 @@ def _leave(code: int) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+# The debugger.
+
+
+def terminal() -> str | None:
+    """The name of the terminal that this process reads from; ``None`` if it reads from something else."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return os.ttyname(sys.stdin.fileno())
+    return None
+
+
+def _install_breakpoint(name: str | None, rank: int) -> None:
+    """Let ``breakpoint()`` start the debugger at a terminal, one rank at a time.
+
+    A worker has no terminal of its own. The launcher's is open to it if the worker is on the same machine: since it is
+    not the worker's controlling terminal, the worker may read from it although it is in no foreground group.
+
+    Args:
+        name: the terminal's name; ``None`` if there is none on this machine.
+        rank: the worker's rank, for the prompt.
+    """
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("PYTHONBREAKPOINT"):
+            return sys.__breakpointhook__(*args, **kwargs)
+        _debugger(name, rank).set_trace(sys._getframe(1))
+        return None
+
+    sys.breakpointhook = stop
+
+
+def _debugger(name: str | None, rank: int) -> Any:
+    from pdb import Pdb  # with its imports it takes longer than the start of a worker should
+
+    class Debugger(Pdb):
+        """The debugger; while it waits for commands, no other rank does."""
+
+        def interaction(self, frame: FrameType | None, *args: Any) -> None:
+            fcntl.flock(self.stdin, fcntl.LOCK_EX)
+            try:
+                super().interaction(frame, *args)
+            finally:
+                fcntl.flock(self.stdin, fcntl.LOCK_UN)
+
+    if name is None:
+        raise RuntimeError(NO_TERMINAL.format(why="there is none on this machine"))
+    try:
+        reader, writer = _open_terminal(name, "r"), _open_terminal(name, "w")
+    except OSError as error:
+        raise RuntimeError(NO_TERMINAL.format(why=f"{name} cannot be opened ({error.strerror})")) from error
+    debugger = Debugger(stdin=reader, stdout=writer, nosigint=True)
+    debugger.prompt = f"(Pdb, rank {rank}) "
+    return debugger
+
+
+def _open_terminal(name: str, mode: str) -> IO[str]:
+    """A terminal as a file; it does not become that of this session."""
+    flags = os.O_NOCTTY | (os.O_RDONLY if mode == "r" else os.O_WRONLY)
+    return os.fdopen(os.open(name, flags), mode, encoding="utf-8", errors="replace", buffering=1)

@@ -19,7 +19,7 @@ import psutil
 import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
+from torchopt_dist.launching.messages import Listen, Listening, Reach, Reached
 from torchopt_dist.process.network import check_loopback
 
 __all__ = ["LOOPBACK", "Listeners", "reach", "store_at"]
@@ -107,7 +107,7 @@ def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
         question: the addresses.
         goes_on: called repeatedly; returns whether to continue.
     """
-    where, found = question.where, set()
+    where, reached = question.where, set()
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
         for address, port in where.ports.items():
             with contextlib.suppress(OSError):  # the address is of a kind that this machine has not
@@ -119,16 +119,16 @@ def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
         until = time.monotonic() + question.seconds
         while selector.get_map() and (left := until - time.monotonic()) > 0 and goes_on():
             for key, _ in selector.select(min(left, TURN_SECONDS)):
-                caller, address, heard = key.data
+                caller, address, received = key.data
                 more = b""
                 with contextlib.suppress(OSError):
                     more = caller.recv(TOKEN_BYTES)
-                heard += more
-                if not more or len(heard) >= TOKEN_BYTES:
+                received += more
+                if not more or len(received) >= TOKEN_BYTES:
                     selector.unregister(caller)
-                    if heard == where.token:
-                        found.add(address)
-    return Reached(frozenset(found))
+                    if received == where.token:
+                        reached.add(address)
+    return Reached(frozenset(reached))
 
 
 def _own_addresses() -> list[str]:

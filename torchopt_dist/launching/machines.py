@@ -1,9 +1,11 @@
-"""Names of hosts → machines, reached by SSH or a command, each with a forkserver that stays for later launches."""
+"""Names of hosts → machines: this one, and others, each with a forkserver that stays for later launches.
+
+A machine has cores and GPUs, and connections to new agents can be made on it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import collections
 import contextlib
 import json
@@ -12,20 +14,37 @@ import os
 import re
 import shlex
 import socket
+import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+import torch
+
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching._environment import chosen_by, import_path
-from torchopt_dist.launching._forkserver import MARK, PROGRAM, read_on_import, versions
-from torchopt_dist.launching._machine import Machine
-from torchopt_dist.launching._shell import connect_by_shell
-from torchopt_dist.launching._ssh import UnreachedError, carry, in_loop, log_in, open_stream
+from torchopt_dist.launching import forkserver, processes
+from torchopt_dist.launching.connections import (
+    Connection,
+    ShellConnection,
+    carry,
+    in_loop,
+    log_in,
+)
+from torchopt_dist.launching.forkserver import MARK, PROGRAM, versions
+from torchopt_dist.launching.settings import import_path, matching
+from torchopt_dist.launching.store import LOOPBACK
 from torchopt_dist.process.liveness import Liveness
 
-__all__ = ["RemoteMachine", "RemoteOptions", "close_all", "connect"]
+__all__ = [
+    "Machine",
+    "RemoteMachine",
+    "RemoteOptions",
+    "ThisMachine",
+    "is_this_machine",
+]
 
 log = logging.getLogger(__package__)
 
@@ -34,6 +53,82 @@ COMMAND_NOT_FOUND = 127
 LAST_LINES = 30
 CLOSE_SECONDS = 2.0
 A_DAY = 86400.0
+
+
+class Machine(ABC):
+    """A machine, this one or another.
+
+    Attributes:
+        name: its name in errors.
+        here: whether it is this machine.
+        cores: the number of processor cores that workers may use.
+        gpus: the number of its GPUs.
+        env: the environment that programs have there.
+        path: ``sys.path`` there.
+        address: the address at which the launcher reaches it.
+        launcher_address: the address at which it reaches the launcher, if there is no jump host between them.
+    """
+
+    name: str
+    here: bool
+    cores: int
+    gpus: int
+    env: Mapping[str, str]
+    path: list[str]
+    address: str = LOOPBACK
+    launcher_address: str = LOOPBACK
+
+    @abstractmethod
+    def connect(self, env: Mapping[str, str]) -> socket.socket:
+        """A connection to a new agent there.
+
+        Args:
+            env: the environment that its workers will have.
+
+        Raises:
+            OSError: the system lets no process be started, or no file be opened.
+        """
+
+    @abstractmethod
+    def kill(self, pid: int) -> None:
+        """Kill a process that gives no sign of life: a worker, or an agent, whose workers end with it."""
+
+    def why_lost(self, seconds: float = 0.0) -> str | None:
+        """The reason for which the machine cannot be reached any more; ``None`` while it can.
+
+        Args:
+            seconds: how long to wait for the reason to become known.
+        """
+        return None
+
+
+class ThisMachine(Machine):
+    """The machine that the launcher runs on."""
+
+    name = "this machine"
+    here = True
+
+    def __init__(self) -> None:
+        self.cores, self.gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count()
+        self.env, self.path = dict(os.environ), list(sys.path)
+
+    def connect(self, env: Mapping[str, str]) -> socket.socket:
+        """A connection to an agent that this process's own forkserver forks."""
+        return forkserver.connect(env)
+
+    def kill(self, pid: int) -> None:
+        """Kill a process."""
+        processes.kill(pid)
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether a host is this machine, under one of its names or addresses."""
+    own = socket.gethostname()
+    addresses = {a.address for known in psutil.net_if_addrs().values() for a in known}
+    return name in {"localhost", "127.0.0.1", "::1", own, own.partition(".")[0]} | addresses
+
+
+# Other machines.
 
 
 @dataclass(frozen=True)
@@ -63,16 +158,16 @@ class RemoteMachine(Machine):
     Args:
         name: ``[user@]host[:port]``.
         options: how it is reached.
-        connection: the connection to it, an object of asyncssh or one like it.
-        process: its forkserver, an object of asyncssh or one like it.
+        connection: the connection to it.
+        process: its forkserver, a process of that connection.
     """
 
     here = False
 
-    def __init__(self, name: str, options: RemoteOptions, connection: Any, process: Any) -> None:
+    def __init__(self, name: str, options: RemoteOptions, connection: Connection, process: Any) -> None:
         self.name = name
         self._options, self._connection, self._process = options, connection, process
-        self._said: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self._listener = asyncio.create_task(self._listen())
         self._supervisor: asyncio.Task[None] | None = None
         self._why_lost: str | None = None
@@ -91,17 +186,15 @@ class RemoteMachine(Machine):
             InitializationError: the host cannot be reached, or lacks what a launch needs.
         """
         until = asyncio.get_running_loop().time() + seconds
-        connection: Any
+        connection: Connection
         if options.shell is None:
             connection = await log_in(name, options.config, options.liveness.patience, seconds)
         else:
-            connection = connect_by_shell(name, options.shell)
+            connection = ShellConnection(name, options.shell)
         try:
             async with asyncio.timeout_at(until):
                 command = f"exec {shlex.quote(options.python)} -u -c {shlex.quote(PROGRAM)}"
-                machine = cls(
-                    name, options, connection, await connection.create_process(command, encoding=None)
-                )
+                machine = cls(name, options, connection, await connection.run(command))
                 await machine._greet()
         except BaseException as error:
             connection.abort()
@@ -113,7 +206,7 @@ class RemoteMachine(Machine):
         return machine
 
     async def _greet(self) -> None:
-        base = chosen_by(COPY_ON_START, os.environ)
+        base = matching(COPY_ON_START, os.environ)
         start: dict[str, Any] = {
             "env": {**base, **self._options.env},
             "base": base,
@@ -142,8 +235,7 @@ class RemoteMachine(Machine):
         missing = re.search(r"No module named '([\w.]+)'", how)
         if missing:
             return f"{python} on {self.name} has no package {missing[1]}: install it there; {how}"
-        by = "" if self._options.shell is None else f" by {self._connection}"
-        return f"{python} did not start on {self.name}{by}: {how}"
+        return f"{python} did not start on {self.name}{self._connection.by}: {how}"
 
     def _check(self, greeting: dict[str, Any], folder: str) -> None:
         for what, ours in versions().items():
@@ -159,7 +251,7 @@ class RemoteMachine(Machine):
 
     async def _supervise(self) -> None:
         """Give signs of life, until the forkserver or the connection has ended."""
-        ended = asyncio.create_task(self._process.wait_closed())
+        ended = asyncio.create_task(self._connection.wait(self._process))
         try:
             while not ended.done():
                 if not self._process.stdin.is_closing():  # or asyncio warns, over and over
@@ -176,30 +268,26 @@ class RemoteMachine(Machine):
         async for line in self._process.stderr:
             text = line.decode("utf-8", "replace").rstrip()
             if text:
-                self._said.append(text)
+                self._last_lines.append(text)
                 log.warning("%s: %s", self.name, text)
 
     async def _how_it_ended(self) -> str:
         """How the forkserver ended, and the last lines of its standard error."""
-        why = (
-            "the SSH connection was lost"
-            if self._options.shell is None
-            else f"{self._connection} gives no answer"
-        )
+        why = self._connection.silence
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._process.wait_closed()
+                await self._connection.wait(self._process)
                 await self._listener
         except Exception as error:
             if "keepalive" in str(error):
                 why = f"there was no sign of life for {self._options.liveness.patience:g} s"
-        if self._process.exit_signal:
-            why = f"its forkserver was ended by SIG{self._process.exit_signal[0]}"
-        elif self._process.exit_status is not None:
-            why = f"its forkserver exited with code {self._process.exit_status}"
-        else:
+        code = self._process.returncode
+        if code is None:
             return why
-        return "\n    ".join([f"{why}; it said:", *self._said]) if self._said else why
+        how = f"was ended by {processes.signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return "\n    ".join(
+            [f"its forkserver {how}" + ("; it said:" if self._last_lines else ""), *self._last_lines]
+        )
 
     def connect(self, env: Mapping[str, str]) -> socket.socket:
         """A connection to an agent that the forkserver there forks."""
@@ -210,7 +298,7 @@ class RemoteMachine(Machine):
 
     async def _carry(self, end: socket.socket) -> None:
         try:
-            stream = await open_stream(self._connection, self._socket, self._options.python)
+            stream = await self._connection.open(self._socket, self._options.python)
         except Exception as error:
             if not self._lost.is_set():
                 log.warning("%s: there is no way to the forkserver: %s", self.name, error)
@@ -220,7 +308,10 @@ class RemoteMachine(Machine):
 
     def kill(self, pid: int) -> None:
         """Kill a process on the machine."""
-        in_loop(self._connection.run(f"kill -9 {pid}"))
+        in_loop(self._run(f"kill -9 {pid}"))
+
+    async def _run(self, command: str) -> None:
+        await self._connection.wait(await self._connection.run(command))
 
     def why_lost(self, seconds: float = 0.0) -> str | None:
         """The reason for which the connection or the forkserver has ended; ``None`` if neither has.
@@ -235,107 +326,3 @@ class RemoteMachine(Machine):
         self._connection.close()
         if self._supervisor is not None:
             await self._supervisor
-
-
-_Key = tuple[int, str, RemoteOptions, tuple[tuple[str, str], ...]]
-_machines: dict[_Key, asyncio.Task[RemoteMachine]] = {}
-"""What has been reached, or is about to be: by process, name, options, and the variables that libraries read there."""
-
-
-def connect(
-    names: Sequence[str],
-    options: RemoteOptions,
-    seconds: float,
-    otherwise: Callable[[str, str], Machine] | None = None,
-) -> dict[str, Machine]:
-    """Reach hosts, all at once. Connections of an earlier launch are used again.
-
-    Args:
-        names: ``[user@]host[:port]``, each.
-        options: the settings.
-        seconds: the time limit for all of them together.
-        otherwise: a function from the name of a host that cannot be reached, and the reason, to a machine in its place;
-            ``None``: such a host is an error.
-
-    Raises:
-        InitializationError: a host cannot be reached, or lacks what a launch needs.
-    """
-    machines: dict[str, Machine] = {}
-    errors: list[BaseException] = []
-    reach = _reach_all if options.otherwise is None else _reach_job
-    reached = in_loop(reach(names, options, seconds)).result()
-    for name, found in zip(names, reached, strict=True):
-        if isinstance(found, Machine):
-            machines[name] = found
-        elif otherwise is not None and isinstance(found, InitializationError):
-            machines[name] = otherwise(name, str(found))
-        else:
-            errors.append(found)
-    if len(errors) > 1 and all(isinstance(error, InitializationError) for error in errors):
-        raise InitializationError("\n".join(map(str, errors))) from errors[0]
-    for error in errors:
-        raise error
-    return machines
-
-
-async def _reach_job(
-    names: Sequence[str], by_ssh: RemoteOptions, seconds: float
-) -> list[RemoteMachine | BaseException]:
-    """Reach hosts of a job by SSH or, if it reaches none, by a command; later ones in the way that has worked."""
-    assert by_ssh.otherwise is not None
-    by_command = replace(by_ssh, shell=by_ssh.otherwise, otherwise=None)
-    ways = {options for pid, _, options, _ in _machines if pid == os.getpid()}
-    if by_command in ways:
-        return await _reach_all(names, by_command, seconds)
-    found = await _reach_all(names, by_ssh, seconds)
-    if by_ssh in ways:
-        return found
-    if any(not isinstance(each, UnreachedError) for each in found):
-        log.info("the hosts of the job are reached by SSH")
-        return found
-    log.warning("%s; so %s starts what runs on the hosts", found[0], by_ssh.otherwise)
-    second = await _reach_all(names, by_command, seconds)
-    return [
-        InitializationError(f"{first}\n{each}") if isinstance(each, InitializationError) else each
-        for first, each in zip(found, second, strict=True)
-    ]
-
-
-async def _reach_all(
-    names: Sequence[str], options: RemoteOptions, seconds: float
-) -> list[RemoteMachine | BaseException]:
-    loaded = tuple(sorted(read_on_import(options.env).items()))
-    tasks = []
-    for name in names:
-        key = (os.getpid(), name, options, loaded)
-        task = _machines.get(key)
-        if task is None or (task.done() and (task.exception() or task.result().why_lost() is not None)):
-            task = _machines[key] = asyncio.create_task(RemoteMachine.start(name, options, seconds))
-        tasks.append(task)
-    # A host is kept though the launch may be interrupted; another launch may wait for it.
-    found = await asyncio.gather(*map(asyncio.shield, tasks), return_exceptions=True)
-    for known, task in list(_machines.items()):
-        if task.done() and task.exception() is not None:
-            _machines.pop(known, None)
-    return found
-
-
-def close_all(names: Collection[str] | None = None) -> None:
-    """End the connections of this process.
-
-    Args:
-        names: the hosts whose connections end; ``None`` means all.
-    """
-    keys = [key for key in _machines if key[0] == os.getpid() and (names is None or key[1] in names)]
-    tasks = [_machines.pop(key) for key in keys]
-    if tasks:
-        with contextlib.suppress(TimeoutError):
-            in_loop(_close(tasks)).result(CLOSE_SECONDS)
-
-
-async def _close(tasks: list[asyncio.Task[RemoteMachine]]) -> None:
-    machines = [task.result() for task in tasks if task.done() and not task.exception()]
-    await asyncio.gather(*(machine.close() for machine in machines))
-
-
-atexit.register(close_all)

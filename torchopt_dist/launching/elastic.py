@@ -25,15 +25,13 @@ from torchopt_dist.errors import (
     RemoteError,
     WorkerFailedError,
 )
-from torchopt_dist.launching._agents import LONGEST_WAIT
-from torchopt_dist.launching._cluster import Host, Reach
-from torchopt_dist.launching._handles import may_be_an_echo
-from torchopt_dist.launching._job import Job, StoppedError
-from torchopt_dist.launching._machine import Machine
-from torchopt_dist.launching._messages import Stop
-from torchopt_dist.launching._plan import Plan
-from torchopt_dist.launching._stream import frame
+from torchopt_dist.launching.attempt import Attempt, StoppedError
+from torchopt_dist.launching.cluster import Host, Reach
+from torchopt_dist.launching.hosts import LONGEST_WAIT, Plan
+from torchopt_dist.launching.machines import Machine
+from torchopt_dist.launching.messages import Stop, frame
 from torchopt_dist.launching.result import LaunchResult
+from torchopt_dist.launching.states import HostState, Stateful, may_be_an_echo
 from torchopt_dist.pickling.serialized_exception import safe_repr
 
 __all__ = ["Membership", "UnreachedMachine", "run_attempts"]
@@ -61,23 +59,23 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResu
         The values, by host, and the ranks that were lost.
 
     Raises:
-        Exception: as :meth:`~torchopt_dist.launching._job.Job.run` and :meth:`Membership.next_hosts`.
+        Exception: as :meth:`~torchopt_dist.launching.attempt.Attempt.run` and :meth:`Membership.next_hosts`.
     """
     failures, most = 0, plan.options.max_restarts
-    for attempt in itertools.count():
+    for restarts in itertools.count():
         if membership is not None:
             plan = dataclasses.replace(plan, hosts=membership.next_hosts())
             workers = sum(host.workers for host in plan.hosts)
-            log.info("world %d: %d hosts, %d workers", attempt, len(plan.hosts), workers)
+            log.info("world %d: %d hosts, %d workers", restarts, len(plan.hosts), workers)
         plan.logs.forget_tails()
-        job = Job(plan, attempt, None if membership is None else membership.stop)
+        attempt = Attempt(plan, restarts, None if membership is None else membership.stop)
         try:
-            values = job.run()
+            values = attempt.run()
             break
         except StoppedError:
             continue
         except (AgentFailedError, InitializationError, RemoteError, WorkerFailedError) as error:
-            if membership is not None and membership.explains(error, job.lost):
+            if membership is not None and membership.explains(error, attempt.lost):
                 continue
             if failures == most or not isinstance(error, (RemoteError, WorkerFailedError)):
                 raise
@@ -85,7 +83,7 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResu
             kind = f"{type(error).__name__}: " if isinstance(error, RemoteError) else ""
             log.warning("restart %d of %d: %s%s", failures, most, kind, safe_repr(error, str))
     by_host = {host.name: values[host.first_rank : host.first_rank + host.workers] for host in plan.hosts}
-    return LaunchResult(by_host, job.lost_workers, dict(job.replaced))
+    return LaunchResult(by_host, attempt.lost_workers, dict(attempt.replaced))
 
 
 class UnreachedMachine(Machine):
@@ -116,21 +114,21 @@ class UnreachedMachine(Machine):
 
 
 @dataclass(eq=False)
-class _Member:
-    """The state of a host.
+class _Member(Stateful[HostState]):
+    """What is known of a host.
 
     Attributes:
         host: the host.
-        lost: why the host cannot take part; ``None`` while it can.
-        losses: how often the host was lost.
-        takes_part: whether the host has workers in the present attempt.
+        state: whether it takes part.
+        why: the reason for which it was lost.
+        losses: how often it was lost.
         waiting: the thread that is to reach the host again, while it waits to try.
     """
 
     host: Host
-    lost: str | None = None
+    state: HostState = HostState.SPARE
+    why: str | None = None
     losses: int = 0
-    takes_part: bool = False
     waiting: threading.Thread | None = None
 
 
@@ -166,6 +164,8 @@ class Membership:
                 )
         self._plan, self._reach = plan, reach
         self._members = [_Member(host) for host in plan.hosts]
+        self._parts: list[_Member] = []
+        """Those that took part when the last attempt began."""
         self._changed = threading.Condition()
         """Held by whoever reads or changes the members; notified when a host has come, and at the end."""
         self._closed = False
@@ -197,23 +197,24 @@ class Membership:
             too_few_since = time.monotonic()
             while True:
                 self._note_losses({})
-                there = [member for member in self._members if member.lost is None]
+                there = self._there()
                 if len(there) >= self._min_hosts:
                     break
                 self._wait_for_hosts(len(there), too_few_since)
-            there.sort(key=lambda member: not member.takes_part)  # the sort keeps the order of equals
-            for member in self._members:
-                member.takes_part = member in there[: self._max_hosts]
-            with contextlib.suppress(
-                BlockingIOError
-            ):  # hosts that the last attempt was stopped for take part
+            # The sort keeps the order of equals.
+            for index, member in enumerate(sorted(there, key=lambda each: each.state is HostState.SPARE)):
+                member.enter(HostState.WORKING if index < self._max_hosts else HostState.SPARE)
+            with contextlib.suppress(BlockingIOError):  # hosts that the attempt was stopped for take part
                 self.stop.recv(1 << 10)
+            self._parts = [member for member in self._members if member.state is HostState.WORKING]
             hosts: list[Host] = []
-            for member in self._members:
-                if member.takes_part:
-                    rank = hosts[-1].first_rank + hosts[-1].workers if hosts else 0
-                    hosts.append(dataclasses.replace(member.host, first_rank=rank))
+            for member in self._parts:
+                rank = hosts[-1].first_rank + hosts[-1].workers if hosts else 0
+                hosts.append(dataclasses.replace(member.host, first_rank=rank))
             return hosts
+
+    def _there(self) -> list[_Member]:
+        return [member for member in self._members if member.state is not HostState.LOST]
 
     def explains(self, error: Exception, lost: Mapping[str, str]) -> bool:
         """Whether an attempt has failed because hosts were lost.
@@ -228,24 +229,25 @@ class Membership:
         while True:
             with self._changed:
                 self._note_losses(lost)
-            parts = [member for member in self._members if member.takes_part]
-            if not may_follow or any(member.lost is not None for member in parts):
+            if not may_follow or any(member.state is not HostState.WORKING for member in self._parts):
                 return may_follow
-            if all(member.host.machine.here for member in parts) or time.monotonic() > until:
+            if all(member.host.machine.here for member in self._parts) or time.monotonic() > until:
                 return False
             time.sleep(POLL_SECONDS)
 
     def _note_losses(self, lost: Mapping[str, str]) -> None:
         """Record which hosts are lost, and start a thread for each to reach it again."""
-        there = [member for member in self._members if member.lost is None]
-        for member in there:
-            member.lost = lost.get(member.host.name) or member.host.machine.why_lost()
-        left = ", ".join(member.host.name for member in there if member.lost is None) or "none"
-        for member in there:
-            if member.lost is not None:
+        before = self._there()
+        for member in before:
+            member.why = lost.get(member.host.name) or member.host.machine.why_lost()
+            if member.why is not None:
+                member.enter(HostState.LOST)
+        left = ", ".join(member.host.name for member in self._there()) or "none"
+        for member in before:
+            if member.state is HostState.LOST:
                 member.losses += 1
                 name = member.host.name
-                log.warning("%s is lost; hosts that are left: %s; the reason: %s", name, left, member.lost)
+                log.warning("%s is lost; hosts that are left: %s; the reason: %s", name, left, member.why)
                 threading.Thread(
                     target=self._bring_back, args=(member,), name=f"todist {name}", daemon=True
                 ).start()
@@ -259,7 +261,7 @@ class Membership:
             self._changed.wait(min(until, end, now + LONGEST_WAIT) - now)
             return
         few = f"there are {number} hosts, and at least {self._min_hosts} are needed (`min_hosts`), "
-        why = "".join(f"\n{member.host.name}: {member.lost}" for member in self._members if member.lost)
+        why = "".join(f"\n{member.host.name}: {member.why}" for member in self._members if member.why)
         if now < until:
             raise CallTimeoutError(f"{few}and `timeout`, {options.timeout:g} s, has passed:{why}")
         raise AgentFailedError(f"{few}since {options.start_timeout:g} s (`start_timeout`):{why}")
@@ -279,14 +281,18 @@ class Membership:
                 machine = self._reach_again(member.host)
             except Exception as error:
                 log.debug("%s cannot be reached: %s", member.host.name, error)
-                member.lost = str(error) or type(error).__name__
+                member.why = str(error) or type(error).__name__
         with self._changed:
             member.waiting = threading.current_thread()
-            member.host, member.lost = dataclasses.replace(member.host, machine=machine), None
+            member.host, member.why = dataclasses.replace(member.host, machine=machine), None
+            member.enter(HostState.SPARE)
             self._changed.notify_all()
-            if self._changed.wait_for(lambda: self._closed or member.takes_part, GATHER_SECONDS):
+            if self._changed.wait_for(
+                lambda: self._closed or member.state is HostState.WORKING, GATHER_SECONDS
+            ):
                 return
-            if member.lost is None and sum(other.takes_part for other in self._members) < self._max_hosts:
+            working = sum(other.state is HostState.WORKING for other in self._members)
+            if member.state is HostState.SPARE and working < self._max_hosts:
                 log.info("%s is back", member.host.name)
                 self._stopper.send(b"+")
 

@@ -26,6 +26,7 @@ __all__ = [
     "kill",
     "open_process",
     "reap",
+    "signal_name",
     "umask",
     "wake_on_children",
 ]
@@ -119,6 +120,12 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
+def signal_name(number: int) -> str:
+    """The name of a signal; ``signal 40`` if it is a real-time signal."""
+    named = number in signal.valid_signals() and number < signal.SIGRTMIN
+    return signal.Signals(number).name if named else f"signal {number}"
+
+
 def handles(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal, or ignores it."""
     try:
@@ -130,8 +137,8 @@ def handles(pid: int, number: int) -> bool:
 
 def umask() -> int | None:
     """This process's file mode mask (``umask``), which can only be read by setting it."""
-    found = UMASK.search(Path("/proc/self/status").read_text("utf-8", "replace"))
-    return int(found[1], 8) if found else None
+    match = UMASK.search(Path("/proc/self/status").read_text("utf-8", "replace"))
+    return int(match[1], 8) if match else None
 
 
 def end_trees(roots: Iterable[psutil.Process], and_janitors: bool = False) -> None:
