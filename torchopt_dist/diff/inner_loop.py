@@ -182,6 +182,13 @@ def inner_loop(
             ``gradient_norms`` are the norms of the outer gradient of the parameters after each step, and a
             ``RuntimeWarning`` says so where one is 10,000 times that after the last step, or not finite. It makes steps
             slower, and sees nothing inside ``vmap``.
+        accumulate: the number of micro-batches of a step. Each batch is split along dimension 0 into so many parts,
+            whose sizes differ by at most one, and a step is one update by the gradient of the whole batch. In the
+            backward pass, too, there is the graph of one part at a time, which is computed twice for it. A mean is
+            weighted by the parts' sizes; a loss whose examples count differently, as sequences with padding do, returns
+            a pair ``(sum, count)``, and the loss of the step is the quotient of their sums. Each part has random
+            numbers of its own, buffers go from part to part, and ``aux`` has a list, with what the loss returned for
+            each part. ``meta`` must list every tensor that the loss uses from outside and that requires grad.
 
     Returns:
         The adapted parameters, the last state, the losses, and the other values that the loss returned.
@@ -190,7 +197,8 @@ def inner_loop(
         TypeError: an argument has the wrong type; ``batches`` can be read once only, and the adjoint reads them again;
             the loss does not return a tensor, or, with ``has_aux``, a pair.
         ValueError: there are no parameters to move; ``batches`` has fewer than ``steps``; the loss has more than one
-            element, or does not depend on the parameters.
+            element, or does not depend on the parameters; ``accumulate`` is below 1, is given with ``compile``, or a
+            batch has nothing that can be split.
         NotImplementedError: the adjoint is not :class:`~torchopt_dist.Recorded`, and a level of forward-mode
             differentiation is open.
 
@@ -277,7 +285,7 @@ def _inner_loop(
         raise ValueError(
             "`diagnose` must be False with `shard` of DataParallel: each rank sees a part of the gradients"
         )
-    micro_batches = None if accumulate is None else _micro_batches(accumulate, batches, compile, parallel)
+    micro_batches = None if accumulate is None else _micro_batches(accumulate, batches, compile)
     norms = GradientNorms() if diagnose else None
     if norms is not None:
         optimizer, state = norms.watch(optimizer, state)
@@ -394,7 +402,7 @@ def _type_name(thing: Any) -> str:
     return f"the class {thing.__name__}: call it" if isinstance(thing, type) else type(thing).__name__
 
 
-def _micro_batches(accumulate: Any, batches: Any, compile: Any, parallel: Any) -> MicroBatches:
+def _micro_batches(accumulate: Any, batches: Any, compile: Any) -> MicroBatches:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int):
         raise TypeError(f"`accumulate` must be a number of micro-batches, got {type(accumulate).__name__}")
     if accumulate < 1:
@@ -406,11 +414,6 @@ def _micro_batches(accumulate: Any, batches: Any, compile: Any, parallel: Any) -
     if compile:
         raise ValueError(
             "`compile` must be False with `accumulate`, whose micro-batches are differentiated one by one"
-        )
-    if parallel is not None and parallel.shard is not None:
-        raise ValueError(
-            "`accumulate` must not be given with `shard` of DataParallel, which gathers parameters for one batch of "
-            "each rank: leave `shard` out, or give smaller batches"
         )
     return MicroBatches(accumulate)
 

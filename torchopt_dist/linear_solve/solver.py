@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import Numeric, TensorTree
 from torchopt_dist.core.vjp import Tensors, refuse_forward_mode
 from torchopt_dist.linear_solve._closure import convert
@@ -339,6 +340,7 @@ class _Solve(torch.autograd.Function):
         refuse_forward_mode()
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Solve ``Aᴴ u = x's gradient``; the gradient of ``b`` is ``u``, and that of ``A`` is ``-u xᴴ``."""
         count, started = ctx.counts

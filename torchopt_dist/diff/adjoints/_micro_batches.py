@@ -42,6 +42,10 @@ __all__ = ["MicroBatches", "split"]
 _NOTHING: Any = None
 
 
+def _is_whole(leaf: Any) -> bool:
+    return isinstance(leaf, (nn.Module, np.ndarray))
+
+
 def split(batch: Any, count: int) -> list[tuple[float, Any]]:
     """A batch → at most ``count`` parts of it, each with its share of the examples; sizes differ by at most one.
 
@@ -50,7 +54,7 @@ def split(batch: Any, count: int) -> list[tuple[float, Any]]:
     Raises:
         ValueError: the batch has nothing to split, no examples, or tensors with different numbers of examples.
     """
-    leaves, paths, rebuild = flatten(batch, is_leaf=lambda leaf: isinstance(leaf, (nn.Module, np.ndarray)))
+    leaves, paths, rebuild = flatten(batch, is_leaf=_is_whole)
     places = [
         place
         for place, leaf in enumerate(leaves)
@@ -143,8 +147,16 @@ class MicroBatches:
         else:
             with loop.substituted():
                 found = read()
+        if loop.ranks is not None and loop.ranks.shards and len(found) < self.count:
+            raise ValueError(
+                f"`accumulate` must be at most the number of a rank's examples with `shard` of DataParallel, as ranks "
+                f"gather parameters for each micro-batch together: it is {self.count}, and a batch has {len(found)}"
+            )
+        batches: Any = [part for _, part in found]
         is_plain = not (loop.samples or transforms_are_active()) and not any(
-            leaf.requires_grad for leaf in pytree.flatten(found)[0] if isinstance(leaf, Tensor)
+            leaf.requires_grad
+            for leaf in flatten(batches, is_leaf=_is_whole).leaves
+            if isinstance(leaf, Tensor)
         )
         made = []
         for place, part in enumerate(found):
@@ -291,7 +303,8 @@ def _checked_pair(total: Any, count: Any, params: Any) -> tuple[Tensor, Any]:
     if not isinstance(count, Tensor):
         return total, count
     if count.requires_grad and not transforms_are_active():
-        leaves = params.parameters() if isinstance(params, nn.Module) else pytree.flatten([params])[0]
+        tree: Any = [params]
+        leaves = params.parameters() if isinstance(params, nn.Module) else pytree.flatten(tree)[0]
         moved = {id(leaf) for leaf in leaves}
         if any(id(leaf_of(node)) in moved for node in nodes_between([count], [])):
             raise ValueError(
@@ -338,8 +351,10 @@ class _Node:
         self._moved = part.model.moved_places
         self._given = list(carry.params)
         """The first arguments are taken out, when the node has them."""
-        self._buffers = list(carry.buffers)
-        self._with_history = [place for place, buffer in enumerate(self._buffers) if buffer.requires_grad]
+        self._module_buffers = list(carry.buffers)
+        self._with_history = [
+            place for place, buffer in enumerate(self._module_buffers) if buffer.requires_grad
+        ]
         self._used: list[int] = []
         """Of the moved parameters, the places of those that have a gradient."""
         self._changed: list[int] = []
@@ -359,14 +374,14 @@ class _Node:
             declared = [tensor.view_as(tensor) for tensor in declared]
             part = replace(part, others=tuple(map(leaf_like, declared)))
         moved = [self._given[place] for place in self._moved]
-        buffers = [self._buffers[place] for place in self._with_history]
+        buffers = [self._module_buffers[place] for place in self._with_history]
         for place in self._with_history:
-            self._buffers[place] = leaf_like(self._buffers[place])
+            self._module_buffers[place] = leaf_like(self._module_buffers[place])
         found = self._evaluated(part)
         for place in self._moved:
             self._given[place] = _NOTHING
         for place in self._with_history:
-            self._buffers[place] = _NOTHING
+            self._module_buffers[place] = _NOTHING
         made = list(remat.apply(self, *moved, *buffers, *declared, values=self._values(found)))
         return self._with_values(found, made)
 
@@ -378,7 +393,7 @@ class _Node:
             leaves = pytree.flatten(seen.aux)[0]
             self._aux = [n for n, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
             known = [*seen.leaves, *(part.declared if part.others is None else part.others)]
-            known += [self._buffers[place] for place in self._with_history]
+            known += [self._module_buffers[place] for place in self._with_history]
             ends = [seen.loss, *(leaves[place] for place in self._aux)]
             if any(depends_on_others(one, known, since) for one in ends):
                 refuse_undeclared(
@@ -387,14 +402,16 @@ class _Node:
                     lambda: [part.evaluate(seen.carry.params, seen.carry.buffers, seen.number)[0]],
                 )
 
-        found = part.gradient(Carry(self._given, (), self._buffers), self._number, record=False, watch=watch)
+        found = part.gradient(
+            Carry(self._given, (), self._module_buffers), self._number, record=False, watch=watch
+        )
         self._used = [place for place in self._moved if found.grads[place] is not None]
         self._had = found.loss
         return found
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         given = iter(tensors)
-        params, buffers = list(self._given), list(self._buffers)
+        params, buffers = list(self._given), list(self._module_buffers)
         for place in self._moved:
             params[place] = next(given)
         for place in self._with_history:
