@@ -19,6 +19,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.binding import bind
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.core.types import LinearSolver, OptionalTensor, TensorTree
 from torchopt_dist.core.uncompiled import uncompiled
@@ -289,6 +290,7 @@ class _Root(torch.autograd.Function):
         refuse_forward_mode()
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Solve ``(∂F/∂x)ᴴ u = x's gradient``; the gradient of ``θ`` is ``-(∂F/∂θ)ᴴ u``."""
         saved = list(ctx.saved_tensors)  # once: a checkpoint gives them up then

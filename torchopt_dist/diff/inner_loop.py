@@ -42,6 +42,7 @@ from torchopt_dist.diff.adjoints._declared import (
 )
 from torchopt_dist.diff.adjoints._diagnosis import GradientNorms
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
+from torchopt_dist.diff.adjoints._micro_batches import MicroBatches
 from torchopt_dist.diff.adjoints._model import model_of
 from torchopt_dist.diff.adjoints._stream import Stream
 from torchopt_dist.diff.compiled._loop import compiled
@@ -138,6 +139,7 @@ def inner_loop(
     compile: CompileMode = False,
     parallel: DataParallel | None = None,
     diagnose: bool = False,
+    accumulate: int | None = None,
 ) -> InnerLoopResult:
     """Train for some steps, so that gradients flow through the training.
 
@@ -180,6 +182,13 @@ def inner_loop(
             ``gradient_norms`` are the norms of the outer gradient of the parameters after each step, and a
             ``RuntimeWarning`` says so where one is 10,000 times that after the last step, or not finite. It makes steps
             slower, and sees nothing inside ``vmap``.
+        accumulate: the number of micro-batches of a step. Each batch is split along dimension 0 into so many parts,
+            whose sizes differ by at most one, and a step is one update by the gradient of the whole batch. In the
+            backward pass, too, there is the graph of one part at a time, which is computed twice for it. A mean is
+            weighted by the parts' sizes; a loss whose examples count differently, as sequences with padding do, returns
+            a pair ``(sum, count)``, and the loss of the step is the quotient of their sums. Each part has random
+            numbers of its own, buffers go from part to part, and ``aux`` has a list, with what the loss returned for
+            each part. ``meta`` must list every tensor that the loss uses from outside and that requires grad.
 
     Returns:
         The adapted parameters, the last state, the losses, and the other values that the loss returned.
@@ -188,7 +197,8 @@ def inner_loop(
         TypeError: an argument has the wrong type; ``batches`` can be read once only, and the adjoint reads them again;
             the loss does not return a tensor, or, with ``has_aux``, a pair.
         ValueError: there are no parameters to move; ``batches`` has fewer than ``steps``; the loss has more than one
-            element, or does not depend on the parameters.
+            element, or does not depend on the parameters; ``accumulate`` is below 1, is given with ``compile``, or a
+            batch has nothing that can be split.
         NotImplementedError: the adjoint is not :class:`~torchopt_dist.Recorded`, and a level of forward-mode
             differentiation is open.
 
@@ -219,6 +229,7 @@ def inner_loop(
             compile,
             parallel,
             diagnose,
+            accumulate,
         )
     return made
 
@@ -238,6 +249,7 @@ def _inner_loop(
     compile: Any,
     parallel: Any,
     diagnose: Any,
+    accumulate: Any,
 ) -> InnerLoopResult:
     if not callable(loss):
         raise TypeError(
@@ -273,6 +285,7 @@ def _inner_loop(
         raise ValueError(
             "`diagnose` must be False with `shard` of DataParallel: each rank sees a part of the gradients"
         )
+    micro_batches = None if accumulate is None else _micro_batches(accumulate, batches, compile)
     norms = GradientNorms() if diagnose else None
     if norms is not None:
         optimizer, state = norms.watch(optimizer, state)
@@ -295,6 +308,7 @@ def _inner_loop(
         declared=tuple(
             differentiable([*tensors_of_meta(meta), *tensors_within(optimizer), *tensors_of_batches(given)])
         ),
+        accumulation=micro_batches,
     )
     if forward_mode_is_active() and takes_duals() and not isinstance(adjoint, Recorded):
         raise NotImplementedError(
@@ -304,8 +318,9 @@ def _inner_loop(
     if compile:
         loop = compiled(loop, compile)
     recording = torch.is_grad_enabled()
+    runs_again = recording and (adjoint.runs_again or accumulate is not None)
     bindings, held = None, []
-    if recording and adjoint.runs_again:
+    if runs_again:
         loop, bindings = _with_names_as_now(loop)
         held = loop.model.held()
     if parallel is not None:
@@ -317,12 +332,13 @@ def _inner_loop(
     else:
         outcome = loop.run(loop.training_step, loop.own(loop.first))
     if bindings is not None:
-        refuse_state_in_attributes(loop, outcome.losses, held, type(adjoint).__name__)
+        what = f"todist.{type(adjoint).__name__}()" if adjoint.runs_again else "`accumulate`"
+        refuse_state_in_attributes(loop, outcome.losses, held, what)
         bindings.settle()
     losses = _all_in_one(outcome.losses)
     # Where nothing is recorded, too, another loop can train the parameters on.
     carry = outcome.carry if recording else loop.cut(outcome.carry)
-    adapted = loop.model.result(carry.params, carry.buffers, last=not (recording and adjoint.runs_again))
+    adapted = loop.model.result(carry.params, carry.buffers, last=not runs_again)
     last_state = loop.state_for_caller(carry.state)
     if norms is not None:
         return _DiagnosedResult.of(
@@ -384,6 +400,22 @@ def _type_name(thing: Any) -> str:
         remedy = f": write `todist.{own}(lr=...)`" if hasattr(ours, own) else ""
         return f"torch.optim.{kind.__name__}{remedy}"
     return f"the class {thing.__name__}: call it" if isinstance(thing, type) else type(thing).__name__
+
+
+def _micro_batches(accumulate: Any, batches: Any, compile: Any) -> MicroBatches:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(f"`accumulate` must be a number of micro-batches, got {type(accumulate).__name__}")
+    if accumulate < 1:
+        raise ValueError(f"`accumulate` must be at least 1 micro-batch, got {accumulate}")
+    if isinstance(batches, int) and not isinstance(batches, bool):
+        raise ValueError(
+            f"`accumulate` splits batches, and `batches` is a number of steps, {batches}: give a batch for each step"
+        )
+    if compile:
+        raise ValueError(
+            "`compile` must be False with `accumulate`, whose micro-batches are differentiated one by one"
+        )
+    return MicroBatches(accumulate)
 
 
 def _checked_seed(seed: Any) -> int:

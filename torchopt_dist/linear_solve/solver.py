@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import Numeric, TensorTree
 from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vjp import Tensors, refuse_forward_mode
@@ -389,6 +390,7 @@ class _Solve(torch.autograd.Function):
         refuse_forward_mode()
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Solve ``Aᴴ u = x's gradient``; the gradient of ``b`` is ``u``, and that of ``A`` is ``-u xᴴ``."""
         count, started = ctx.counts

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
@@ -226,6 +227,7 @@ class _Estimate(torch.autograd.Function):
         return tuple(tensor.detach().clone() for tensor in tensors[: len(made)])
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
         saved = ctx.saved_tensors  # an error of torch's where one was overwritten
         weights = tuple(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
@@ -227,6 +228,7 @@ class _Differences(torch.autograd.Function):
         return tuple(grads)
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *directions: Tensor) -> tuple[OptionalTensor, ...]:
         between, saved = ctx.between, ctx.saved_tensors  # an error of torch's where one was overwritten
         given, loop = list(between.loop.declared), between.loop

@@ -25,6 +25,7 @@ from torchopt_dist.core.vjp import edges, plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._block_calls import Declared, nodes_of_blocks
 from torchopt_dist.diff.adjoints._carry import (
+    Accumulation,
     Batches,
     Carry,
     Evaluation,
@@ -94,6 +95,9 @@ class Loop:
     ranks: Ranks | None = None
     """Those that run this loop together, if it is not this process alone: gradients are means over them."""
 
+    accumulation: Accumulation | None = None
+    """Takes each step in parts of its batch, if it is not taken whole."""
+
     @property
     def is_substituted(self) -> bool:
         """Whether the tensors that the loop was given are replaced by others: here, or in a loop around it."""
@@ -147,6 +151,14 @@ class Loop:
             self.first.buffers,
         )
         return replace(self, first=first, others=tuple(map(changed, self.others or self.declared)))
+
+    def with_settings(self, **settings: Any) -> Loop:
+        """The same loop with other values of fields."""
+        return replace(self, **settings)
+
+    def among_samples(self, function: Callable[[], T]) -> T:
+        """Call a function where batches are as the loss sees them."""
+        return function()
 
     def without_stop(self) -> Loop:
         """The same loop without the caller's predicate ``stop``."""
@@ -316,6 +328,8 @@ class Loop:
             TypeError: the loss is no tensor, or, with ``has_aux``, not a pair.
             ValueError: it has more than one element, or does not depend on the parameters.
         """
+        if self.accumulation is not None:
+            return self.accumulation.gradient(self, carry, number, record=record, watch=watch or self.watch)
         if transforms_are_active():
             with torch.set_grad_enabled(record), Turn(exclusive=True):
                 return self._gradient_in_transform(carry, number)
@@ -350,7 +364,7 @@ class Loop:
                 watch = watch or self.watch
                 loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
                 if watch is not None:
-                    watch(Seen(carry, number, loss, wanted, buffers))
+                    watch(Seen(carry, number, loss, wanted, buffers, aux))
                 found = [None] * len(wanted)
                 if loss.requires_grad:
                     ones = None if loss.numel() == 1 and loss.is_floating_point() else torch.ones_like(loss)
@@ -410,6 +424,8 @@ class Loop:
             TypeError: the loss is no tensor, or, with ``has_aux``, not a pair.
             ValueError: the loss has more than one element; the batches end before the steps.
         """
+        if self.accumulation is not None:
+            return self.accumulation.evaluate(self, leaves, buffers, number)
         seed_step(self.seed, number)
         if self.others is None:
             value = self._called(leaves, buffers, number)

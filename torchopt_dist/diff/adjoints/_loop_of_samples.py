@@ -54,6 +54,12 @@ class VmappedLoop(Loop):
     def trains_in_place(self) -> bool:
         return False
 
+    def with_settings(self, **settings: Any) -> Loop:
+        return replace(self, within=self.within.with_settings(**settings), **settings)
+
+    def among_samples(self, function: Callable[[], T]) -> T:
+        return self.around.call(function)
+
     def evaluate(
         self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
     ) -> tuple[Tensor, Any, list[Tensor]]:
