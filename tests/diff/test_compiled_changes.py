@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from torchopt_dist.core import programs
-from torchopt_dist.diff.compiled import _program
 
 pytestmark = [
     pytest.mark.compiles,
@@ -39,7 +38,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return graph
 
     monkeypatch.setattr(programs, "_inductor", noted)
-    _program._program.cache_clear()
+    programs.programs_of.cache_clear()
     torch.compiler.reset()
     made.clear()
     with warnings.catch_warnings():

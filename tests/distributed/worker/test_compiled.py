@@ -41,12 +41,12 @@ def trace_only(compiles: list[Any] | None = None) -> None:
             compiles.append(graph)
         return graph
 
-    def traced(constant: tuple[str, ...], *, captured: bool = False) -> dict[str, Any]:
-        del constant, captured
+    def traced(*, captured: bool = False) -> dict[str, Any]:
+        del captured
         return {"backend": backend}
 
     programs.how_to_compile = traced
-    compiled._variants.cache_clear()
+    programs.programs_of.cache_clear()
     torch.compiler.reset()
     warnings.filterwarnings("error", message=".*compile=True")
 
@@ -59,7 +59,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     with warnings.catch_warnings():
         trace_only(made)
         yield made
-    compiled._variants.cache_clear()
+    programs.programs_of.cache_clear()
 
 
 class Net(nn.Module):
