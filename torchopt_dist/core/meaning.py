@@ -31,8 +31,7 @@ import os
 import sys
 import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from threading import RLock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
@@ -41,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.code_names import is_installed, is_numpys, reads, top_package
+from torchopt_dist.core.reached import CONTAINERS, is_structure, map_parts, parts_of
 from torchopt_dist.core.surroundings import autocast
 from torchopt_dist.torch_private import hooks_of_all_modules, name_of_op, original_of
 
@@ -52,7 +52,6 @@ _ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     )
 )
-_CONTAINERS = (list, dict, OrderedDict)
 _OF_C = (BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -166,15 +165,20 @@ class Meaning:
             elif there is both[1 - by]:
                 container[key] = both[by]
 
+    def changed(self, first: Meaning) -> Iterator[str]:
+        """Where numbers are others than in a meaning with the same key."""
+        for own, other in zip(self.numbers, first.numbers, strict=True):
+            if own != other:
+                yield own[0]
+
     def differs_at(self, other: Meaning) -> str:
         """Where this key, or otherwise a number, first differs from another one."""
         for place, own, there in zip(self.places, self.key, other.key, strict=False):
             if own != there:
                 return place
-        for own_number, number in zip(self.numbers, other.numbers, strict=False):
-            if own_number != number:
-                return number[0]
-        return self.places[min(len(other.key), len(self.places)) - 1]
+        if len(self.key) != len(other.key):
+            return self.places[min(len(other.key), len(self.places)) - 1]
+        return next(self.changed(other), "a number that it reads")
 
     def _note(self, place: str, what: Any) -> None:
         self.places.append(place)
@@ -210,25 +214,21 @@ class Meaning:
             _refuse(thing, place, "which the compiler takes for a tensor: give it a number or a tensor")
         elif kind is FunctionType:
             return self._function(thing, place)
-        elif kind in _CONTAINERS:
+        elif kind in CONTAINERS:
             self._note(place, (kind, len(thing)))
             self._entries(thing, place)
         elif isinstance(thing, nn.Module):
             self._visit(kind, place)
+            self._note_itself(place, kind.forward)  # also of torch's classes, where somebody may replace it
             self._entries(vars(thing), place, is_object=True)
-        elif isinstance(thing, tuple):
-            return self._tuple(thing, place)
+        elif isinstance(thing, (tuple, functools.partial)) or (
+            is_structure(thing) and not hasattr(thing, "__dict__")
+        ):
+            return self._structure(thing, place)
         elif kind is MethodType:
             self._note(place, kind)
             function, own = self._visit(thing.__func__, place), self._visit(thing.__self__, place)
             return self._is(thing, MethodType(function, own) if function is not thing.__func__ else thing)
-        elif kind is functools.partial:
-            self._note(place, kind)
-            old = (thing.func, thing.args, tuple(thing.keywords.items()))
-            new = self._visit(old, place)
-            return self._is(
-                thing, thing if new is old else functools.partial(new[0], *new[1], **dict(new[2]))
-            )
         elif isinstance(thing, type):
             self._class(thing, place)
         elif isinstance(thing, ModuleType) or _is_of_c(thing) or name_of_op(thing) is not None:
@@ -265,12 +265,17 @@ class Meaning:
             if made is not value:
                 self._replaced.append((entries, key, value, made))
 
-    def _tuple(self, thing: Any, place: str) -> Any:
-        self._note(place, (type(thing), len(thing)))
-        parts = [self._visit(part, f"{place}[{number}]") for number, part in enumerate(thing)]
-        if all(made is part for made, part in zip(parts, thing, strict=True)):
+    def _structure(self, thing: Any, place: str) -> Any:
+        parts = parts_of(thing)
+        names = tuple(thing.keywords) if isinstance(thing, functools.partial) else ()
+        self._note(place, (type(thing), len(parts), names))
+        if not isinstance(thing, tuple):
+            self._visit(type(thing), place)
+        made = [self._visit(part, f"{place}[{number}]") for number, part in enumerate(parts)]
+        if all(new is part for new, part in zip(made, parts, strict=True)):
             return thing
-        return self._is(thing, getattr(thing, "_make", type(thing))(parts))
+        left = iter(made)
+        return self._is(thing, map_parts(thing, lambda _: next(left)))
 
     def _fixed(self, thing: Any, place: str) -> None:
         """Note a thing that nothing else can take the place of."""
@@ -337,9 +342,10 @@ class Meaning:
                         f"{place}, which was sent by value, reads the global name `{min(known)}`"
                     )
         self._is(function, made)
-        defaults = self._visit(function.__defaults__, place), self._visit(function.__kwdefaults__, place)
-        if is_sent:
-            made.__defaults__, made.__kwdefaults__ = defaults
+        for name in ("__defaults__", "__kwdefaults__"):
+            new = self._visit(getattr(function, name), f"{place}.{name}")
+            if is_sent:
+                setattr(made, name, new)
         is_users = is_sent or not is_installed(top_package(module))
         if is_users:
             self._entries(vars(made), place, is_object=True)
@@ -397,5 +403,7 @@ class _Plain:
 
 
 def _refuse(thing: Any, place: str, why: str) -> NoReturn:
+    if isinstance(thing, ModuleType):
+        raise RefusedError(f"{place} is the module {thing.__name__}, {why}")
     cls = thing if isinstance(thing, type) else type(thing)
     raise RefusedError(f"{place} is a {cls.__module__}.{cls.__qualname__}, {why}")

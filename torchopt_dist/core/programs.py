@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal
@@ -76,6 +77,7 @@ class Programs:
         try:
             meaning = self.meaning(things, kind, base)
             variant = self._variant(meaning)
+            variant.changed.update(meaning.changed(variant.first))
             if not meaning.moves:
                 return body(variant, *meaning.things)
             with self.family.lock:
@@ -124,7 +126,7 @@ class Programs:
             return found
 
     def _one_too_many(self, meaning: Meaning, other: Meaning) -> str:
-        return f"{meaning.differs_at(other)} differs from that in each of its {LIMIT} programs: make it a tensor"
+        return f"{meaning.differs_at(other)} differs from that in each of its {LIMIT} programs: make it a tensor of one shape"
 
 
 class Variant:
@@ -132,13 +134,17 @@ class Variant:
 
     def __init__(self, name: str, captured: bool, first: Meaning) -> None:
         self.first = first
+        self.changed: set[str] = set()
+        """Where numbers were others than in the first call."""
         self._name, self._captured = name, captured
         self._made: dict[Any, Program] = {}
 
     def program(self, function: Callable[..., Any], check: Callable[[Any], None] | None = None) -> Program:
         """The program of a pure function; ``check`` raises for a graph that must not become one."""
         if function not in self._made:
-            self._made[function] = Program(function, self._name, check, captured=self._captured)
+            self._made[function] = Program(
+                function, self._name, check, changed=self.changed, captured=self._captured
+            )
         return self._made[function]
 
 
@@ -149,6 +155,7 @@ class Program:
         function: a function of tensors, numbers, and of what is the same at each call.
         name: what the log calls it.
         check: raises for a graph that must not become a program.
+        changed: where numbers have changed since the first call, in words of a meaning.
         captured: on a GPU, capture the program as a CUDA graph where grad mode is off. A graph writes its results to
             the same memory at each run, so each call copies them.
     """
@@ -159,8 +166,10 @@ class Program:
         name: str,
         check: Callable[[Any], None] | None = None,
         *,
+        changed: Collection[str] = (),
         captured: bool = False,
     ) -> None:
+        self._changed = changed
         self._function, self._name, self._check, self._captured = function, name, check, captured
         self._takes_numbers = not captured  # of which torch's are tensors of the CPU
         self._compiled, self._refusal, self.has_run = self._compile(), "", False
@@ -206,9 +215,15 @@ class Program:
         captured = self._captured and not torch.is_grad_enabled()
         if captured:
             torch.compiler.cudagraph_mark_step_begin()  # nobody holds results of earlier calls, but copies
-        with tracing_gradients(LIMIT):
+        with tracing_gradients(LIMIT, filter(None, map(_source, self._changed))):
             made = self._compiled(*arguments)
         return pytree.map_tensors(torch.clone, made) if captured else made
+
+
+def _source(place: str) -> str:
+    """A number in words of a meaning → a pattern of its name in the compiler's, if that must be told."""
+    found = re.search(r"(?:the global `(\w+)`|\.(__defaults__))([^`,:]*)$", place)
+    return rf".*\b{found[1] or found[2]}\b('\])?{re.escape(found[3])}$" if found else ""
 
 
 class _OneTooManyError(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -15,10 +15,11 @@ from torch import Tensor
 
 
 @contextmanager
-def tracing_gradients(limit: int = 8) -> Iterator[None]:
+def tracing_gradients(limit: int = 8, inputs: Iterable[str] = ()) -> Iterator[None]:
     """A context in which the compiler traces ``torch.autograd.grad``, for programs that can go backward several times.
 
-    A function may have ``limit`` programs there.
+    A function may have ``limit`` programs there. Whole numbers whose names in the compiler's words match one of
+    ``inputs``, which it would take for constants for good, are inputs.
 
     Tensors from outside may have a history, which the gradient must not go into: it is taken with respect to tensors
     that the function itself has made.
@@ -30,7 +31,11 @@ def tracing_gradients(limit: int = 8) -> Iterator[None]:
     before = []
     _let_inputs_have_a_history()
     ours = _ours.set(True)
-    for module, name, value in (*_SETTINGS, ("torch._dynamo.config", "recompile_limit", limit)):
+    own = (
+        ("torch._dynamo.config", "recompile_limit", limit),
+        ("torch.compiler.config", "dynamic_sources", ",".join(inputs)),
+    )
+    for module, name, value in (*_SETTINGS, *own):
         config = import_module(module)  # it takes a second, and only programs that compile need it
         if hasattr(config, name):  # not by `config.patch`, which makes a class at each call
             before.append((config, name, getattr(config, name)))

@@ -36,7 +36,7 @@ from torchopt_dist.diff.compiled._functions import (
     pulled_step,
     step,
 )
-from torchopt_dist.torch_private import as_input, transforms_are_active
+from torchopt_dist.torch_private import as_input, hooks_of_all_modules, transforms_are_active
 
 __all__ = ["CompiledLoop", "compiled"]
 
@@ -222,13 +222,13 @@ class CompiledLoop(Loop):
                     batch = pytree.map_tensors(lambda x: new.get(id(x), x), batch)
             programs, base = self._known()
 
-            def run(variant: Variant, own: Any, _first: Any, _declared: Any, batch: Any) -> Any:
+            def run(variant: Variant, own: Any, _first: Any, _declared: Any, *batch: Any) -> Any:
                 call, optimizer = own
                 parts = self.parts._replace(call=call, optimizer=optimizer)
-                batch = optree.tree_map(_with_inputs, batch, none_is_leaf=True)
-                return variant.program(function)(parts, *arguments(batch))
+                given = optree.tree_map(_with_inputs, batch, none_is_leaf=True)
+                return variant.program(function)(parts, *arguments(given))
 
-            return programs.run([("its batch", batch)], run, otherwise, base=base)
+            return programs.run([("its batch", one) for one in batch], run, otherwise, base=base)
 
     def _known(self) -> tuple[Programs, Meaning]:
         if self.known is None:
@@ -256,8 +256,11 @@ def compiled(loop: Loop, mode: CompileMode) -> Loop:
     """
     if loop.steps == 0:
         return loop
-    if transforms_are_active():
-        warnings.warn("an inner loop with compile=True runs as without it inside of torch.func's transforms", stacklevel=5)
+    why_not = "inside of torch.func's transforms" if transforms_are_active() else ""
+    if hooks_of_all_modules():  # which the compiler does not see here
+        why_not = "while hooks are registered for all modules, as by `register_module_forward_hook`"
+    if why_not:
+        warnings.warn(f"an inner loop with compile=True runs as without it {why_not}", stacklevel=5)
         return loop
     with kept_generators():
         found = loop.gradient(loop.cut(loop.first), 0, record=False)
