@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 import sys
 import types
@@ -34,7 +35,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from threading import RLock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from torchopt_dist.core.reached import CONTAINERS, is_structure, map_parts, part
 from torchopt_dist.core.surroundings import autocast
 from torchopt_dist.torch_private import hooks_of_all_modules, name_of_op, original_of
 
-__all__ = ["Family", "Meaning", "RefusedError"]
+__all__ = ["Family", "Meaning", "Record", "RefusedError"]
 
 _ATOMS = frozenset(
     (
@@ -84,6 +85,33 @@ class Family:
         return self._homes[number]
 
 
+class Record(NamedTuple):
+    """What is kept of a meaning."""
+
+    key: tuple[Any, ...]
+    places: tuple[str, ...]
+    """Where each entry of the key is from."""
+    numbers: tuple[tuple[str, float], ...]
+    """Those that the key has by class only, and where they are."""
+    alive: tuple[Any, ...]
+    """What the key knows by identity."""
+
+    def changed(self, first: Record) -> Iterator[str]:
+        """Where numbers are others than in a record with the same key."""
+        for own, other in zip(self.numbers, first.numbers, strict=True):
+            if own != other:
+                yield own[0]
+
+    def differs_at(self, other: Record) -> str:
+        """Where this key, or otherwise a number, first differs from another one."""
+        for place, own, there in zip(self.places, self.key, other.key, strict=False):
+            if own != there:
+                return place
+        if len(self.key) != len(other.key):
+            return self.places[min(len(other.key), len(self.places)) - 1]
+        return next(self.changed(other), "a number that it reads")
+
+
 class Meaning:
     """The key of things, and the things at home.
 
@@ -101,12 +129,9 @@ class Meaning:
         self, family: Family, things: Iterable[tuple[str, Any]], kind: Hashable, base: Meaning | None = None
     ) -> None:
         self._base = base
-        self.places: list[str] = []
-        """Where each entry of the key is from."""
-        self.alive: list[Any] = []
-        """What the key knows by identity."""
-        self.numbers: list[tuple[str, float]] = []
-        """Those that the key has by class only, and where they are."""
+        self._places: list[str] = []
+        self._alive: list[Any] = []
+        self._numbers: list[tuple[str, float]] = []
         self._key: list[Any] = []
         self._family = family
         self._made: dict[int, tuple[int, Any]] = {} if base is None else dict(base._made)
@@ -124,11 +149,12 @@ class Meaning:
                 self._visit(hooks, "hooks of all modules")
             around = (torch.get_default_dtype(), torch.get_default_device(), *autocast())
             self._note("autocast, or torch's default dtype or device", around)
-        else:
+        self.record = Record(
+            tuple(self._key), tuple(self._places), tuple(self._numbers), tuple(self._alive)
+        )
+        if base is not None:
             self.things = [*base.things, *self.things]
-            self.places, self.alive = [*base.places, *self.places], [*base.alive, *self.alive]
-            self.numbers, self._key = [*base.numbers, *self.numbers], [*base.key, *self._key]
-        self.key = tuple(self._key)
+            self.record = Record(*map(operator.add, base.record, self.record))
 
     @property
     def moves(self) -> bool:
@@ -165,28 +191,13 @@ class Meaning:
             elif there is both[1 - by]:
                 container[key] = both[by]
 
-    def changed(self, first: Meaning) -> Iterator[str]:
-        """Where numbers are others than in a meaning with the same key."""
-        for own, other in zip(self.numbers, first.numbers, strict=True):
-            if own != other:
-                yield own[0]
-
-    def differs_at(self, other: Meaning) -> str:
-        """Where this key, or otherwise a number, first differs from another one."""
-        for place, own, there in zip(self.places, self.key, other.key, strict=False):
-            if own != there:
-                return place
-        if len(self.key) != len(other.key):
-            return self.places[min(len(other.key), len(self.places)) - 1]
-        return next(self.changed(other), "a number that it reads")
-
     def _note(self, place: str, what: Any) -> None:
-        self.places.append(place)
+        self._places.append(place)
         self._key.append(what)
 
     def _note_itself(self, place: str, thing: Any) -> Any:
         self._note(place, (type(thing), id(thing)))
-        self.alive.append(thing)
+        self._alive.append(thing)
         return thing
 
     def _visit(self, thing: Any, place: str) -> Any:
@@ -200,7 +211,7 @@ class Meaning:
                 self._note(place, (kind, repr(thing)))  # by which a zero has a sign, and NaN is itself
             else:
                 self._note(place, kind)
-                self.numbers.append((place, thing))
+                self._numbers.append((place, thing))
             return thing
         if id(thing) in self._made:
             number, made = self._made[id(thing)]

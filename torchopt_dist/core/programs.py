@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from torchopt_dist import pytree
-from torchopt_dist.core.meaning import Family, Meaning, RefusedError
+from torchopt_dist.core.meaning import Family, Meaning, Record, RefusedError
 from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients
 
 __all__ = ["CompileMode", "Program", "Programs", "Variant", "check_mode", "code_of", "programs_of"]
@@ -76,8 +76,8 @@ class Programs:
         """
         try:
             meaning = self.meaning(things, kind, base)
-            variant = self._variant(meaning)
-            variant.changed.update(meaning.changed(variant.first))
+            variant = self._variant(meaning.record)
+            variant.changed.update(meaning.record.changed(variant.first))
             if not meaning.moves:
                 return body(variant, *meaning.things)
             with self.family.lock:
@@ -87,7 +87,7 @@ class Programs:
                 finally:
                     meaning.move_out()
         except _OneTooManyError:
-            reason = self._one_too_many(meaning, variant.first)
+            reason = self._one_too_many(meaning.record, variant.first)
         except RefusedError as error:
             reason = str(error)
         made = otherwise()  # without the lock: what runs as it is may wait for other workers
@@ -116,23 +116,24 @@ class Programs:
             self._told.add(reason)
             warnings.warn(f"{self._name} with compile=True runs as without it, since {reason}", stacklevel=5)
 
-    def _variant(self, meaning: Meaning) -> Variant:
+    def _variant(self, record: Record) -> Variant:
         with self.family.lock:
-            found = self.variants.get(meaning.key)
+            found = self.variants.get(record.key)
             if found is None:
                 if len(self.variants) >= LIMIT:
-                    raise RefusedError(self._one_too_many(meaning, [*self.variants.values()][-1].first))
-                found = self.variants[meaning.key] = Variant(self._name, self._captured, meaning)
+                    raise RefusedError(self._one_too_many(record, [*self.variants.values()][-1].first))
+                found = self.variants[record.key] = Variant(self._name, self._captured, record)
             return found
 
-    def _one_too_many(self, meaning: Meaning, other: Meaning) -> str:
-        return f"{meaning.differs_at(other)} differs from that in each of its {LIMIT} programs: make it a tensor of one shape"
+    def _one_too_many(self, record: Record, other: Record) -> str:
+        where = record.differs_at(other)
+        return f"{where} differs from that in each of its {LIMIT} programs: make it a tensor of one shape"
 
 
 class Variant:
     """The programs of one meaning."""
 
-    def __init__(self, name: str, captured: bool, first: Meaning) -> None:
+    def __init__(self, name: str, captured: bool, first: Record) -> None:
         self.first = first
         self.changed: set[str] = set()
         """Where numbers were others than in the first call."""

@@ -22,6 +22,7 @@ import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
 from torchopt_dist.core import programs
 from torchopt_dist.distributed.worker import compiled
+from torchopt_dist.distributed.worker._traced_tasks import values_and_gradients
 
 pytestmark = [
     pytest.mark.compiles,
@@ -176,9 +177,8 @@ def test_a_call_without_gradients_uses_the_same_program(graphs: list[Any], vecto
 
 def has_gradients(task: Any) -> bool:
     """Whether a program of a loss and its gradient has run, of the newest variant."""
-    variants = compiled._variants(task.__code__, task.__qualname__, True)
-    programs, _ = [*variants.made.values()][-1]
-    return bool(programs.with_gradients.has_run)
+    made = programs.programs_of(task.__code__, f"the task {task.__qualname__!r}", True)
+    return [*made.variants.values()][-1].program(values_and_gradients).has_run
 
 
 KINDS = {
