@@ -11,8 +11,8 @@ Two calls are the same if all of this is, recursively, and then tensors and numb
 - a class: itself, and what its methods and attributes are made of, if it is the user's;
 - a list, a tuple, a set or a dictionary: its entries in order; another object of Python's or of a package: its class,
   and what it is pickled as;
-- a text, a dtype, a boolean: itself; a number: its class. Where the compiler takes no numbers as inputs, as in a class, a
-  set, or what is pickled, a number is itself; so is a zero, which often decides;
+- a text, a dtype, a boolean: itself; a number: its class. Where the compiler takes no numbers as inputs, as in a class,
+  a set, or what is pickled, a number is itself; so is a zero, which often decides;
 - which of these are one and the same object, and torch's surroundings: autocast, default dtype, hooks of all modules.
 
 What has no such key is refused by name: :class:`RefusedError`. So is numpy, which the compiler takes for tensors, whose
@@ -149,9 +149,7 @@ class Meaning:
                 self._visit(hooks, "hooks of all modules")
             around = (torch.get_default_dtype(), torch.get_default_device(), *autocast())
             self._note("autocast, or torch's default dtype or device", around)
-        self.record = Record(
-            tuple(self._key), tuple(self._places), tuple(self._numbers), tuple(self._alive)
-        )
+        self.record = Record(tuple(self._key), tuple(self._places), tuple(self._numbers), tuple(self._alive))
         if base is not None:
             self.things = [*base.things, *self.things]
             self.record = Record(*map(operator.add, base.record, self.record))

@@ -25,6 +25,7 @@ import torch
 
 from torchopt_dist import pytree
 from torchopt_dist.core.meaning import Family, Meaning, Record, RefusedError
+from torchopt_dist.core.reached import parts_of
 from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients
 
 __all__ = ["CompileMode", "Program", "Programs", "Variant", "check_mode", "code_of", "programs_of"]
@@ -283,14 +284,8 @@ def _checked(
 
 def code_of(function: Any) -> Any:
     """What stays the same where a program makes a function anew: its code, or the type of what is called."""
-    if isinstance(function, partial):
-        return (
-            code_of(function.func),
-            *map(code_of, function.args),
-            *map(code_of, function.keywords.values()),
-        )
-    if isinstance(function, tuple):  # a transformation, or the links of a chain
-        return tuple(map(code_of, function))
+    if isinstance(function, (partial, tuple)):  # or a transformation, or the links of a chain
+        return tuple(map(code_of, parts_of(function)))
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))
 

@@ -41,12 +41,12 @@ from torchopt_dist.torch_private import as_input, hooks_of_all_modules, transfor
 __all__ = ["CompiledLoop", "compiled"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompiledLoop(Loop):
     """A loop whose steps are compiled."""
 
     mode: CompileMode = True
-    parts: Parts = None  # type: ignore
+    parts: Parts
     constants: list[OptionalTensor] = field(default_factory=list)
     before: Any = None
     """The first state, where the loop moves a vector in the place of a tree."""

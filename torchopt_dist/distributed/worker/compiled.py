@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from torchopt_dist.core.meaning import RefusedError
 from torchopt_dist.core.programs import CompileMode, Variant, code_of, programs_of
+from torchopt_dist.core.second_order import with_refusal
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
 from torchopt_dist.distributed.worker._traced_tasks import (
     Slot,
+    Task,
     check_inputs,
     differentiable,
     values,
@@ -33,6 +35,7 @@ __all__ = ["LARGE", "CompiledTask"]
 
 LARGE = 256 << 20
 """Bytes of all tasks' gradients from which on their sum is made without them."""
+_NOT_TWICE = "a task with compile=True has no second derivatives: leave compile=True out for them"
 
 
 class CompiledTask:
@@ -73,7 +76,7 @@ class CompiledTask:
             slots, buffers = self._buffers_of(leaves, mapped, rebuild)
             tensors = [buffer.tensor.detach() for buffer in buffers]
             number = leaves[mapped[0]].shape[0] if mapped else None
-            value, made = _run(variant, (function, places, list(leaves), mapped, number, slots, tensors))
+            value, made = _run(variant, Task(function, places, list(leaves), mapped, number, slots, tensors))
             if not self._returns_buffers:
                 return value
             changed = zip(buffers, made, strict=True)
@@ -106,9 +109,9 @@ class CompiledTask:
         return slots, buffers
 
 
-def _run(variant: Variant, arguments: tuple[Any, ...]) -> tuple[Any, list[Tensor]]:
+def _run(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
     """What the tasks return, and their buffers after them."""
-    _, _, leaves, mapped, number, *_ = arguments
+    leaves, mapped, number = task.leaves, task.mapped, task.number
     for leaf in leaves:
         if isinstance(leaf, nn.Module):
             note_attributes(leaf)
@@ -116,12 +119,12 @@ def _run(variant: Variant, arguments: tuple[Any, ...]) -> tuple[Any, list[Tensor
     recorded, program = torch.is_grad_enabled(), variant.program(values_and_gradients, check_inputs)
     size = sum(tensor.nbytes * (1 if place in mapped else number or 1) for place, _, tensor in inputs)
     if not inputs or size > LARGE or not (recorded or program.has_run):
-        return _with_a_graph(variant, arguments)
+        return _with_a_graph(variant, task)
     try:
         with torch.no_grad():
-            value, buffers, which, grads = program(*arguments)
+            value, buffers, which, grads = program(task)
     except RefusedError:
-        return _with_a_graph(variant, arguments)
+        return _with_a_graph(variant, task)
     if not recorded:
         return value, buffers
     found, spec = optree.tree_flatten(value, none_is_leaf=True)
@@ -134,10 +137,10 @@ def _run(variant: Variant, arguments: tuple[Any, ...]) -> tuple[Any, list[Tensor
     return optree.tree_unflatten(spec, found), buffers
 
 
-def _with_a_graph(variant: Variant, arguments: tuple[Any, ...]) -> tuple[Any, list[Tensor]]:
+def _with_a_graph(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        made, buffers = variant.program(values)(*arguments)
+        made, buffers = variant.program(values)(task)
     return made if recorded else optree.tree_map(_detached, made, none_is_leaf=True), buffers
 
 
@@ -166,27 +169,10 @@ class _Loss(torch.autograd.Function):
             made = of_loss[:, None] * by_task if is_own else by_task.t().mv(of_loss)
             made = made.reshape(given.shape)
             if torch.is_grad_enabled():  # with `create_graph=True`
-                connected: Any = _Gradient.apply
-                made = connected(made, *ctx.inputs)
-            found.append(made)
+                found += with_refusal([made], ctx.inputs, _NOT_TWICE)
+            else:
+                found.append(made)
         return tuple(found)
-
-
-class _Gradient(torch.autograd.Function):
-    """A gradient that has none itself."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
-        """The gradient, which depends on the inputs."""
-        del ctx, inputs
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor) -> Any:
-        """Raise."""
-        raise RuntimeError(
-            "a task with compile=True has no second derivatives: leave compile=True out for them"
-        )
 
 
 def _name(function: Any) -> str:
