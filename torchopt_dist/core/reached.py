@@ -260,8 +260,8 @@ def map_parts(thing: Any, function: Callable[[Any], Any]) -> Any:
         make: Any = getattr(thing, "_make", type(thing))
         return make(map(function, thing))
     if isinstance(thing, functools.partial):
-        named = {name: function(value) for name, value in thing.keywords.items()}
-        return functools.partial(function(thing.func), *map(function, thing.args), **named)
+        made, count = list(map(function, parts_of(thing))), 1 + len(thing.args)
+        return functools.partial(*made[:count], **dict(zip(thing.keywords, made[count:], strict=True)))
     return replace(thing, **{field.name: function(getattr(thing, field.name)) for field in fields(thing)})
 
 

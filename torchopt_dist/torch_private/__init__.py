@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torchopt_dist.torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist.torch_private.compiler import (
+    as_input,
     gradients_are_traced,
-    one_program_too_many,
+    is_one_program_too_many,
     original_of,
     traced_leaf,
     traced_samples,
@@ -110,6 +111,7 @@ from torchopt_dist.torch_private.transforms import (
 __all__ = [
     "advance_sequence_numbers",
     "apply_function",
+    "as_input",
     "asking_thread",
     "attributes_for_forward",
     "attributes_of",
@@ -146,6 +148,7 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
+    "is_one_program_too_many",
     "is_refusal",
     "is_used_up",
     "is_zero_tensor",
@@ -158,7 +161,6 @@ __all__ = [
     "next_sequence_number",
     "note_attributes",
     "once_differentiable_name",
-    "one_program_too_many",
     "original_of",
     "outside_of_batched_gradients",
     "outside_of_transforms",

@@ -1,6 +1,6 @@
-"""A task's function and arguments → the key by which one program serves all tasks that mean the same.
+"""A function and what it is given → the key by which one program serves all calls that mean the same.
 
-Two calls are the same if all of this is, recursively, and then the tensors are all that may differ:
+Two calls are the same if all of this is, recursively, and then tensors and numbers are all that may differ:
 
 - a function: its code, its defaults, also those of keyword-only arguments, its attributes, what it closes over, and
   the global names that its code reads, through attributes of the user's modules, too; of a function of an installed
@@ -11,10 +11,12 @@ Two calls are the same if all of this is, recursively, and then the tensors are 
 - a class: itself, and what its methods and attributes are made of, if it is the user's;
 - a list, a tuple, a set or a dictionary: its entries in order; another object of Python's or of a package: its class,
   and what it is pickled as;
-- a number, a text, a dtype: itself, with its class;
+- a text, a dtype, a boolean: itself; a number: its class. Where the compiler takes no numbers as inputs, as in a class,
+  a set, or what is pickled, a number is itself; so is a zero, which often decides;
 - which of these are one and the same object, and torch's surroundings: autocast, default dtype, hooks of all modules.
 
-What has no such key is refused by name: :class:`RefusedError`.
+What has no such key is refused by name: :class:`RefusedError`. So is numpy, which the compiler takes for tensors, whose
+dtype what is computed with them then has.
 
 Torch's compiler looks global names up in the module of a function's name. A function that was sent by value has
 another module's name, or none's, so it is replaced by one :class:`Family.at_home`, and the names there are given anew
@@ -24,31 +26,33 @@ at each call.
 from __future__ import annotations
 
 import functools
+import math
+import operator
+import os
 import sys
 import types
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable
-from threading import Lock
+from collections.abc import Hashable, Iterable, Iterator
+from threading import RLock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.core.code_names import is_installed, reads, top_package
+from torchopt_dist.core.code_names import is_installed, is_numpys, reads, top_package
+from torchopt_dist.core.reached import CONTAINERS, is_structure, map_parts, parts_of
+from torchopt_dist.core.surroundings import autocast
 from torchopt_dist.torch_private import hooks_of_all_modules, name_of_op, original_of
 
-__all__ = ["Family", "Meaning", "RefusedError"]
+__all__ = ["Family", "Meaning", "Record", "RefusedError"]
 
 _ATOMS = frozenset(
     (
-        *(bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented)),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+        *(bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     )
 )
-_CONTAINERS = (list, dict, OrderedDict)
 _OF_C = (BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -63,7 +67,7 @@ class Family:
     """What all functions of one code share: their homes, and the lock under which one of them runs there."""
 
     def __init__(self) -> None:
-        self.lock = Lock()
+        self.lock = RLock()
         self._codes: dict[CodeType, CodeType] = {}
         self._homes: list[ModuleType] = []
 
@@ -81,25 +85,56 @@ class Family:
         return self._homes[number]
 
 
+class Record(NamedTuple):
+    """What is kept of a meaning."""
+
+    key: tuple[Any, ...]
+    places: tuple[str, ...]
+    """Where each entry of the key is from."""
+    numbers: tuple[tuple[str, float], ...]
+    """Those that the key has by class only, and where they are."""
+    alive: tuple[Any, ...]
+    """What the key knows by identity."""
+
+    def changed(self, first: Record) -> Iterator[str]:
+        """Where numbers are others than in a record with the same key."""
+        for own, other in zip(self.numbers, first.numbers, strict=True):
+            if own != other:
+                yield own[0]
+
+    def differs_at(self, other: Record) -> str:
+        """Where this key, or otherwise a number, first differs from another one."""
+        for place, own, there in zip(self.places, self.key, other.key, strict=False):
+            if own != there:
+                return place
+        if len(self.key) != len(other.key):
+            return self.places[min(len(other.key), len(self.places)) - 1]
+        return next(self.changed(other), "a number that it reads")
+
+
 class Meaning:
     """The key of things, and the things at home.
 
     Args:
         family: that of the function; its lock is held while the meaning is found and used.
         things: functions, arguments, by what a message calls them.
+        kind: what else is part of the key, such as how arguments are nested.
+        base: a meaning that this one continues, with more things.
 
     Raises:
         RefusedError: something has no key.
     """
 
-    def __init__(self, family: Family, things: Iterable[tuple[str, Any]]) -> None:
-        self.places: list[str] = []
-        """Where each entry of the key is from."""
-        self.alive: list[Any] = []
-        """What the key knows by identity."""
+    def __init__(
+        self, family: Family, things: Iterable[tuple[str, Any]], kind: Hashable, base: Meaning | None = None
+    ) -> None:
+        self._base = base
+        self._places: list[str] = []
+        self._alive: list[Any] = []
+        self._numbers: list[tuple[str, float]] = []
         self._key: list[Any] = []
         self._family = family
-        self._made: dict[int, tuple[int, Any]] = {}
+        self._made: dict[int, tuple[int, Any]] = {} if base is None else dict(base._made)
         self._kept: list[Any] = []
         """What was met, so that no other thing has its identity meanwhile."""
         self._homes: dict[int, tuple[dict[str, Any], ModuleType]] = {}
@@ -107,14 +142,27 @@ class Meaning:
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
         """A container, a key in it, what is there, and what is there at home."""
         self._is_fixed = False
+        self._note("how arguments are nested", kind)
         self.things = [self._visit(thing, place) for place, thing in things]
-        for hooks in hooks_of_all_modules():
-            self._visit(hooks, "hooks of all modules")
-        self._note("autocast, or torch's default dtype", _surroundings())
-        self.key = tuple(self._key)
+        if base is None:
+            for hooks in hooks_of_all_modules():
+                self._visit(hooks, "hooks of all modules")
+            around = (torch.get_default_dtype(), torch.get_default_device(), *autocast())
+            self._note("autocast, or torch's default dtype or device", around)
+        self.record = Record(tuple(self._key), tuple(self._places), tuple(self._numbers), tuple(self._alive))
+        if base is not None:
+            self.things = [*base.things, *self.things]
+            self.record = Record(*map(operator.add, base.record, self.record))
+
+    @property
+    def moves(self) -> bool:
+        """Whether something is to be in the place of another while it runs."""
+        return bool(self._homes or self._replaced or (self._base is not None and self._base.moves))
 
     def move_in(self) -> None:
         """Give the homes the global names of this call, and what was sent has the functions at home in it."""
+        if self._base is not None:
+            self._base.move_in()
         self._replace(1)
         for sent, home in self._homes.values():
             names = vars(home)
@@ -126,6 +174,8 @@ class Meaning:
     def move_out(self) -> None:
         """Give what was sent its own functions back, which need no lock."""
         self._replace(0)
+        if self._base is not None:
+            self._base.move_out()
 
     def _replace(self, by: int) -> None:
         for container, key, *both in self._replaced:
@@ -139,20 +189,13 @@ class Meaning:
             elif there is both[1 - by]:
                 container[key] = both[by]
 
-    def differs_at(self, key: tuple[Any, ...]) -> str:
-        """Where this key first differs from another one."""
-        for place, own, other in zip(self.places, self.key, key, strict=False):
-            if own != other:
-                return place
-        return self.places[min(len(key), len(self.places) - 1)]
-
     def _note(self, place: str, what: Any) -> None:
-        self.places.append(place)
+        self._places.append(place)
         self._key.append(what)
 
     def _note_itself(self, place: str, thing: Any) -> Any:
         self._note(place, (type(thing), id(thing)))
-        self.alive.append(thing)
+        self._alive.append(thing)
         return thing
 
     def _visit(self, thing: Any, place: str) -> Any:
@@ -161,8 +204,12 @@ class Meaning:
         if kind in _ATOMS:
             self._note(place, (kind, thing))
             return thing
-        if kind is float or kind is complex:
-            self._note(place, (kind, repr(thing)))  # by which a zero has a sign, and NaN is itself
+        if kind is int or kind is float or kind is complex:
+            if self._is_fixed or kind is complex or (kind is float and not (thing and math.isfinite(thing))):
+                self._note(place, (kind, repr(thing)))  # by which a zero has a sign, and NaN is itself
+            else:
+                self._note(place, kind)
+                self._numbers.append((place, thing))
             return thing
         if id(thing) in self._made:
             number, made = self._made[id(thing)]
@@ -172,43 +219,37 @@ class Meaning:
         self._kept.append(thing)
         if isinstance(thing, Tensor):
             self._note(place, _kind_of_tensor(thing))
+        elif is_numpys(thing):
+            _refuse(thing, place, "which the compiler takes for a tensor: give it a number or a tensor")
         elif kind is FunctionType:
             return self._function(thing, place)
-        elif kind in _CONTAINERS:
+        elif kind in CONTAINERS:
             self._note(place, (kind, len(thing)))
             self._entries(thing, place)
         elif isinstance(thing, nn.Module):
             self._visit(kind, place)
+            self._note_itself(place, kind.forward)  # also of torch's classes, where somebody may replace it
             self._entries(vars(thing), place, is_object=True)
-        elif isinstance(thing, tuple):
-            return self._tuple(thing, place)
+        elif isinstance(thing, (tuple, functools.partial)) or (
+            is_structure(thing) and not hasattr(thing, "__dict__")
+        ):
+            return self._structure(thing, place)
         elif kind is MethodType:
             self._note(place, kind)
             function, own = self._visit(thing.__func__, place), self._visit(thing.__self__, place)
             return self._is(thing, MethodType(function, own) if function is not thing.__func__ else thing)
-        elif kind is functools.partial:
-            self._note(place, kind)
-            old = (thing.func, thing.args, tuple(thing.keywords.items()))
-            new = self._visit(old, place)
-            return self._is(
-                thing, thing if new is old else functools.partial(new[0], *new[1], **dict(new[2]))
-            )
         elif isinstance(thing, type):
             self._class(thing, place)
         elif isinstance(thing, ModuleType) or _is_of_c(thing) or name_of_op(thing) is not None:
             self._note_itself(place, thing)
+            if thing is os:
+                self._fixed(os.environ, "os.environ")
         elif isinstance(thing, (set, frozenset)):
             self._note(place, (kind, len(thing)))
             self._fixed(sorted(thing, key=repr), place)
         elif kind is weakref.ReferenceType:  # as a recurrent module has of its weights
             self._note(place, kind)
             self._visit(thing(), place)
-        elif isinstance(thing, np.ndarray):
-            raise RefusedError(f"{place} is an array of numpy: make it a tensor, as by `torch.as_tensor`")
-        elif isinstance(
-            thing, np.generic
-        ):  # which the compiler takes for a tensor, whose dtype others then have
-            raise RefusedError(f"{place} is a scalar of numpy: make it a number of Python's, as by `.item()`")
         elif type(getattr(thing, "__wrapped__", None)) is FunctionType:  # as `functools.lru_cache` makes it
             self._visit(kind, place)
             self._fixed(thing.__wrapped__, place)
@@ -233,12 +274,17 @@ class Meaning:
             if made is not value:
                 self._replaced.append((entries, key, value, made))
 
-    def _tuple(self, thing: Any, place: str) -> Any:
-        self._note(place, (type(thing), len(thing)))
-        parts = [self._visit(part, f"{place}[{number}]") for number, part in enumerate(thing)]
-        if all(made is part for made, part in zip(parts, thing, strict=True)):
+    def _structure(self, thing: Any, place: str) -> Any:
+        parts = parts_of(thing)
+        names = tuple(thing.keywords) if isinstance(thing, functools.partial) else ()
+        self._note(place, (type(thing), len(parts), names))
+        if not isinstance(thing, tuple):
+            self._visit(type(thing), place)
+        made = [self._visit(part, f"{place}[{number}]") for number, part in enumerate(parts)]
+        if all(new is part for new, part in zip(made, parts, strict=True)):
             return thing
-        return self._is(thing, getattr(thing, "_make", type(thing))(parts))
+        left = iter(made)
+        return self._is(thing, map_parts(thing, lambda _: next(left)))
 
     def _fixed(self, thing: Any, place: str) -> None:
         """Note a thing that nothing else can take the place of."""
@@ -257,7 +303,7 @@ class Meaning:
         try:
             made = thing.__reduce_ex__(4)
         except Exception:
-            _refuse(thing, place)
+            _refuse(thing, place, "which cannot be compared with another one")
         if isinstance(made, str):  # its name in a module
             self._note_itself(place, thing)
             return
@@ -305,9 +351,10 @@ class Meaning:
                         f"{place}, which was sent by value, reads the global name `{min(known)}`"
                     )
         self._is(function, made)
-        defaults = self._visit(function.__defaults__, place), self._visit(function.__kwdefaults__, place)
-        if is_sent:
-            made.__defaults__, made.__kwdefaults__ = defaults
+        for name in ("__defaults__", "__kwdefaults__"):
+            new = self._visit(getattr(function, name), f"{place}.{name}")
+            if is_sent:
+                setattr(made, name, new)
         is_users = is_sent or not is_installed(top_package(module))
         if is_users:
             self._entries(vars(made), place, is_object=True)
@@ -333,11 +380,6 @@ class Meaning:
 
 
 _NONE = ModuleType("")
-
-
-def _surroundings() -> tuple[Any, ...]:
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return (torch.get_default_dtype(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))
 
 
 def _kind_of_tensor(tensor: Tensor) -> tuple[Any, ...]:
@@ -369,8 +411,8 @@ class _Plain:
     """A class whose objects are their attributes."""
 
 
-def _refuse(thing: Any, place: str) -> NoReturn:
-    cls = type(thing)
-    raise RefusedError(
-        f"{place} is a {cls.__module__}.{cls.__qualname__}, which cannot be compared with another one"
-    )
+def _refuse(thing: Any, place: str, why: str) -> NoReturn:
+    if isinstance(thing, ModuleType):
+        raise RefusedError(f"{place} is the module {thing.__name__}, {why}")
+    cls = thing if isinstance(thing, type) else type(thing)
+    raise RefusedError(f"{place} is a {cls.__module__}.{cls.__qualname__}, {why}")
