@@ -567,11 +567,15 @@ def in_vmap(move: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     return moved
 
 
+IN_VMAP = ROUTES | {"truncated": partial(by_loop, todist.Truncated(1))}
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", [name for name in ALL if not name.endswith(OTHERWISE_IN_VMAP)])
-def test_so_they_are_in_steps_in_vmap(name: str) -> None:
-    found = products(ALL[name], in_vmap(by_meta_sgd))
-    torch.testing.assert_close(found, expected_of(ALL[name]), rtol=1e-5, atol=2e-6)
+def test_so_they_are_in_steps_and_in_loops_in_vmap(name: str) -> None:
+    expected = expected_of(ALL[name])
+    found = {way: products(ALL[name], in_vmap(move)) for way, move in IN_VMAP.items()}
+    torch.testing.assert_close(found, dict.fromkeys(IN_VMAP, expected), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")

@@ -17,7 +17,7 @@ from torchopt_dist.diff.adjoints._places import has_derivative, of_frozen_parame
 from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.transform.base import GradientTransformation
 
-__all__ = ["VmappedLoop", "outcome_of_samples", "over_samples"]
+__all__ = ["VmappedLoop", "run_outside_of_vmap"]
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ def _each(function: Callable[[Tensor], Tensor], leaves: Sequence[Any], but: froz
     ]
 
 
-def over_samples(loop: Loop, around: Samples) -> VmappedLoop:
+def _over_samples(loop: Loop, around: Samples) -> VmappedLoop:
     """Inside ``vmap``: make a loop on the values of all samples, to be run outside.
 
     Args:
@@ -190,8 +190,22 @@ def _same_state(loop: Loop) -> frozenset[int]:
     return same - (alone - of_frozen_parameters(loop))
 
 
-def outcome_of_samples(loop: VmappedLoop, outcome: Outcome) -> Outcome:
-    """Inside ``vmap`` again: the outcome of such a loop."""
-    entry = loop.around.entry
-    aux = [None if found is None else pytree.map_tensors(entry, found) for found in outcome.aux]
-    return Outcome(loop.inside(outcome.carry), list(map(entry, outcome.losses)), aux)
+def run_outside_of_vmap(run: Callable[[Loop], Outcome], loop: Loop, around: Samples | None) -> Outcome:
+    """Run a loop on the values of all samples, where gradients are taken and connected as without ``vmap``.
+
+    Args:
+        run: runs the loop, and connects the outcome.
+        loop: the loop as it is inside.
+        around: the samples around it; ``None`` inside another transformation of ``torch.func``, where the loop runs as
+            it is, as without any.
+
+    Returns:
+        The outcome, inside again.
+    """
+    if around is None or not around.levels:
+        return run(loop)
+    of_all = _over_samples(loop, around)
+    with around.outside():
+        outcome = run(of_all)
+    aux = [None if found is None else pytree.map_tensors(around.entry, found) for found in outcome.aux]
+    return Outcome(of_all.inside(outcome.carry), list(map(around.entry, outcome.losses)), aux)
