@@ -61,13 +61,13 @@ MUTATIONS = {
         "ops/_foreach.py",
         "grads = multiply(grads, -1)",
         "grads = list(grads)",
-        "ops/test_adam_options.py optim/test_sgd.py",
+        "ops/test_kernels.py optim/test_every_optimizer.py",
     ),
     "eps_root of Adam": M(
         "ops/_adam.py",
         "_times, self.bias_correction2, self.eps_root",
         "_times, 1.0, self.eps_root",
-        "ops/test_adam.py ops/test_adam_options.py",
+        "ops/test_kernels.py ops/test_adam.py",
     ),
     "weight decay of Adam's backward kernel": M(
         "ops/_adam.py",

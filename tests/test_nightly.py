@@ -103,7 +103,6 @@ def test_what_runs_by_default_nightly_and_by_name(tmp_path: Path) -> None:
 
     assert collected(program) == KEPT
     assert collected(program, "-m", "nightly") == Counter(WHOLE) - Counter(KEPT)
-    assert collected(program, "-m", "") == WHOLE
     assert collected(f"{program}::test_two_factors") == {"test_two_factors": 12}
 
 

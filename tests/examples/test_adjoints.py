@@ -22,7 +22,7 @@ def test_two_steps_are_alike_on_one_and_two_workers(tmp_path):
     short = ["--steps", "2", "--samples", "1", "--output", str(tmp_path / "adjoints.png")]
     spread = errors(torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short))
     assert errors(run_python(EXAMPLE, *short)) == pytest.approx(spread, rel=0.02, abs=1e-12)
-    assert len(spread) == 11
+    assert {"Recorded()", "SAMA()", "FiniteDifference()"} <= spread.keys()
 
 
 @pytest.mark.nightly
