@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 
 from torchopt_dist.optim import classes
 
@@ -31,8 +32,10 @@ def register() -> None:
     """Make modules of the former names, which have what is in the files of now."""
     for file, names in _BEFORE.items():
         algorithm = importlib.import_module(f"torchopt_dist.transform.{file}")
+        own = {name: getattr(classes, name) for name in classes.__all__}
+        own = {name: x for name, x in own.items() if x.transformation.__module__ == algorithm.__name__}
         for name in names:
-            former = ModuleType(f"torchopt_dist.{name}", algorithm.__doc__)
-            for module in (algorithm, classes):
-                vars(former).update({key: x for key, x in vars(module).items() if not key.startswith("__")})
-            sys.modules[former.__name__] = former
+            former = module_from_spec(ModuleSpec(f"torchopt_dist.{name}", None))
+            vars(former).update({key: x for key, x in vars(algorithm).items() if not key.startswith("__")})
+            vars(former).update(own, __all__=[*algorithm.__all__, *own])
+            sys.modules[f"torchopt_dist.{name}"] = former

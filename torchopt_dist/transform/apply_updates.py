@@ -19,7 +19,6 @@ __all__ = [
     "apply_updates",
     "differentiable_step",
     "move_",
-    "parts_of",
     "step_in_place",
     "training_step",
     "with_gradients_added",
@@ -152,17 +151,6 @@ def with_gradients_added(
     moved = torch._foreach_add(pick(params, places), pick(grads, places), alpha=step.gradient_factor)
     made: list[Any] = put(params, places, moved)
     return made
-
-
-def parts_of(
-    impl: GradientTransformation,
-) -> tuple[ChainedGradientTransformation | None, GradientTransformation]:
-    """A chain → the links before its fused step, ``None`` if there are none, and the others with the step."""
-    if not isinstance(impl, ChainedGradientTransformation) or impl.fused_step.first_link == 0:
-        return None, impl
-    first, links = impl.fused_step.first_link, impl.transformations
-    rest = ChainedGradientTransformation(*links[first:], fused_step=impl.fused_step.after(-first))
-    return ChainedGradientTransformation(*links[:first]), rest
 
 
 def training_step(
