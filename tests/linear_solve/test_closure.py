@@ -268,3 +268,12 @@ def test_a_solve_in_an_inner_loss(name, how):
     adjoint = ALL.get(name, name)
     for found, true in zip(of_inner_loss(adjoint, how), of_inner_loss(adjoint, "dense"), strict=True):
         torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-8)
+
+
+def test_a_gradient_for_one_of_several_tensors_is_that_tensor_s():
+    m = torch.tensor([0.3, 0.8, -0.5], **D, requires_grad=True)
+    theta = torch.tensor([0.9, 0.4, 0.6], **D, requires_grad=True)
+    both = torch.autograd.grad(solved(direct(m, theta)).sum(), (m, theta))
+    for one, found in zip((m, theta), both, strict=True):
+        (alone,) = torch.autograd.grad(solved(direct(m, theta)).sum(), one)
+        torch.testing.assert_close(alone, found)

@@ -15,7 +15,7 @@ from torchopt_dist import pytree
 from torchopt_dist.core.binding import Bindings
 from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.core.remat import apply
-from torchopt_dist.core.substitution import Substitute, finding
+from torchopt_dist.core.substitution import Finding, Substitute, finding
 from torchopt_dist.core.surroundings import Surroundings
 from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.versions import Seen
@@ -94,8 +94,7 @@ def remat(function: Callable[P, R]) -> Callable[P, R]:
 
 @uncompiled
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = _Call(function, args, kwargs)
-    return call.inside_transforms() if transforms_are_active() else call.outside_of_transforms()
+    return _Call(function, args, kwargs).connected()
 
 
 class _Call:
@@ -124,16 +123,45 @@ class _Call:
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.surroundings = Surroundings()
 
-    def outside_of_transforms(self) -> Any:
-        """Call the function with stand-ins for all tensors that require grad, and record one node for it."""
-        points = [x.detach().requires_grad_() if x.requires_grad else x for x in self.tensors]
+    def connected(self) -> Any:
+        """Call the function, and record one node for it.
+
+        Outside of ``torch.func`` this call has stand-ins for all tensors that require grad, and the node has its
+        values. Inside, the call only shows what the function takes from outside, and the node makes another one.
+        """
+        is_inside = transforms_are_active()
+        points = self.tensors
+        if not is_inside:
+            points = [x.detach().requires_grad_() if x.requires_grad else x for x in points]
         before = Seen(points)
         trial = finding(points, self.bindings.tensors, self.name)
-        with trial, _without_autocasts_cache():
+        with trial, nullcontext() if is_inside else _without_autocasts_cache():
             returned = self._call(self.function, points, self.rest)
         leaves, spec = pytree.flatten(returned)
         leaves = [trial.stand_in_of(leaf) for leaf in leaves]
         self._settle(before, leaves, trial.entered)
+        given, values = self.tensors, None
+        if is_inside:
+            self.found = trial.found
+            self.results = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        else:
+            given = self._checked(trial, points, leaves)
+            values = [leaves[place].detach() for place in self.results]
+            if not values:
+                return pytree.unflatten(spec, leaves)
+        self.shapes = [(leaves[place].shape, leaves[place].dtype) for place in self.results]
+        self.tensors = []  # it is the node that keeps them
+        made = apply(self.again, *given, *self.found, values=values)
+        for place, value in zip(self.results, made, strict=True):
+            leaves[place] = value
+        return pytree.unflatten(spec, leaves)
+
+    def _checked(self, trial: Finding, points: Sequence[Tensor], leaves: list[Any]) -> list[Tensor]:
+        """Find what gets gradients, and put the caller's own tensors in the places of stand-ins that were returned.
+
+        Returns:
+            The arguments, without the graphs of those on which no result depends.
+        """
         if trial.follows_graph:
             raise ValueError(
                 f"`{self.name}` differentiates a graph that was made before it was called, and would have no gradient "
@@ -156,37 +184,10 @@ class _Call:
                     leaves[place] = own[id(leaf)]
                 elif leaf.requires_grad or (has_tangents and leaf.is_floating_point()):
                     self.results.append(place)
-        values = [leaves[place].detach() for place in self.results]
-        if not values:
-            return pytree.unflatten(spec, leaves)
-        self.shapes = [(value.shape, value.dtype) for value in values]
-        given = [
+        return [
             x if has_tangents or id(point) in reached else x.detach()
             for x, point in zip(self.tensors, points, strict=True)
         ]
-        self.tensors = []  # it is the node that keeps them
-        made = apply(self.again, *given, *self.found, values=values)
-        for place, value in zip(self.results, made, strict=True):
-            leaves[place] = value
-        return pytree.unflatten(spec, leaves)
-
-    def inside_transforms(self) -> Any:
-        """Call the function once to see what it takes from outside, and once as a node."""
-        before = Seen(self.tensors)
-        watch = finding(self.tensors, self.bindings.tensors, self.name)
-        with watch:
-            returned = self._call(self.function, self.tensors, self.rest)
-        leaves, spec = pytree.flatten(returned)
-        leaves = [watch.stand_in_of(leaf) for leaf in leaves]
-        self._settle(before, leaves, watch.entered)
-        self.found = watch.found
-        self.results = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.shapes = [(leaves[place].shape, leaves[place].dtype) for place in self.results]
-        given, self.tensors = self.tensors, []  # it is the node that keeps them
-        made = apply(self.again, *given, *self.found)
-        for place, value in zip(self.results, made, strict=True):
-            leaves[place] = value
-        return pytree.unflatten(spec, leaves)
 
     def again(self, *tensors: Tensor) -> list[Tensor]:
         """Run the function again, with tensors in the places of its arguments and of those that it has taken.

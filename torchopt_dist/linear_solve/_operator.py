@@ -7,7 +7,7 @@ holds no tensors, so that autograd and ``torch.func`` see all of them as argumen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -55,12 +55,6 @@ class LinearOperator(ABC):
     def transposed(self) -> LinearOperator:
         """The operator of the transposed matrix, conjugated if it is complex."""
         return TransposedOperator(self)
-
-    def pull_params(
-        self, params: Tensors, vector: Tensors, cotangents: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """The gradients of ``⟨cotangents, A(params) vector⟩`` with regard to those parameters that are wanted."""
-        return vjp(partial(self.apply, vector=vector), params, wanted=wanted)[1](cotangents)
 
 
 @dataclass(frozen=True)

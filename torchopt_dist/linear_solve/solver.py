@@ -22,7 +22,7 @@ from torchopt_dist import pytree
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import Numeric, TensorTree
 from torchopt_dist.core.uncompiled import uncompiled
-from torchopt_dist.core.vjp import Tensors, refuse_forward_mode
+from torchopt_dist.core.vjp import Tensors, refuse_forward_mode, vjp
 from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
 from torchopt_dist.linear_solve._vector_layout import VectorLayout
@@ -401,7 +401,9 @@ class _Solve(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4 + count + started :]
         of_params: list[Tensor | None] = [None] * len(params)
         if any(wanted):
-            of_params = ctx.operator.pull_params(params, x, [-leaf for leaf in u], wanted)
+            of_params = vjp(partial(ctx.operator.apply, vector=x), params, wanted=wanted)[1](
+                [-leaf for leaf in u]
+            )
         return (*([None] * 4), *u, *([None] * started), *of_params)
 
     @staticmethod
