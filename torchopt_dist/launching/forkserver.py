@@ -137,8 +137,7 @@ def connect(env: Mapping[str, str]) -> socket.socket:
 
 def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that libraries read when they are imported."""
-    names = [name for name in env if READ_ON_IMPORT.match(name) and not SET_LATER.match(name)]
-    return {name: env[name] for name in names}
+    return {n: value for n, value in env.items() if READ_ON_IMPORT.match(n) and not SET_LATER.match(n)}
 
 
 def _start(env: Mapping[str, str]) -> _Server:
