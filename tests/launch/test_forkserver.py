@@ -117,6 +117,22 @@ def test_a_program_with_more_than_a_thousand_open_files_can_launch():
     assert (out, err) == ("True\n", "")
 
 
+def test_a_server_that_has_ended_is_not_asked_though_its_successor_still_listens(monkeypatch):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(f"\0todist-dying-{os.getpid()}")
+        dying.listen()
+        dying.setblocking(False)
+        old = forkserver._Server(dying.getsockname(), forkserver.read_on_import(os.environ), ended)
+        monkeypatch.setattr(forkserver, "_server", old)
+        with forkserver.connect(os.environ):
+            assert forkserver._server is not old
+        forkserver._server.stop()
+        with pytest.raises(BlockingIOError):
+            dying.accept()
+
+
 SUCCESSION = """
 import os, signal, socket, sys
 from types import SimpleNamespace

@@ -56,12 +56,11 @@ class Attempt:
     """
 
     def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
-        self._plan, self._options, self._restarts, self._stop = plan, plan.options, restarts, stop
+        self._plan, self._options, self._stop = plan, plan.options, stop
         self._is_stopped = self._is_ending = False
         self.lost: dict[str, str] = {}
         self.replaced: defaultdict[int, list[WorkerFailedError]] = defaultdict(list)
-        self._master = ("", 0)
-        self._agents = Agents(plan, self._hear)
+        self._agents = Agents(plan, restarts, self._hear)
         self._workers: list[WorkerHandle] = []
         self._failures: list[tuple[float, float, Exception]] = []
         """Errors: seconds in which the cause of each may still become known, when these are over, the error."""
@@ -79,10 +78,11 @@ class Attempt:
                 self._agents.watch(self._stop, self._note_stop)
             for host in self._plan.hosts:
                 self._workers += self._agents.connect(host).workers.values()
-            self._master = agree(list(self._agents), self._options.master_port, self._ask)
-            for index, agent in enumerate(self._agents):
-                store = self._master[0] if index == 0 else None
-                self._agents.start(agent, self._master, self._restarts, store)
+            first, *others = self._agents
+            self._agents.master = agree([first, *others], self._options.master_port, self._ask)
+            self._agents.start(first, store=self._agents.master[0])
+            for agent in others:
+                self._agents.start(agent)
             while not self._all_returned:
                 self._turn()
             self._wait_for_exits()
@@ -199,7 +199,7 @@ class Attempt:
             self._agents.tell_to_stop(agent, 0.0)
         new = self._workers[worker.rank] = worker.successor()
         try:
-            self._agents.start(self._agents.connect(agent.host, [new]), self._master, self._restarts)
+            self._agents.start(self._agents.connect(agent.host, [new]))
         except (OSError, InitializationError) as reason:
             self._fail(reason, 0.0, new)
 

@@ -89,6 +89,11 @@ class _Server:
     process: subprocess.Popen[bytes] | None = None
     """Itself, if this process has started it."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has; its successor, which the kernel is about to kill, may listen a moment longer."""
+        return self.process is not None and self.process.poll() is not None
+
     def stop(self) -> None:
         """Kill it. The agents that it has forked go on."""
         if self.process is not None:
@@ -113,7 +118,7 @@ def connect(env: Mapping[str, str]) -> socket.socket:
     global _server
     with _lock:
         while True:
-            if _server is not None and _server.loaded != read_on_import(env):
+            if _server is not None and (_server.has_ended or _server.loaded != read_on_import(env)):
                 _server.stop()
                 _server = None
             fresh = _server is None
@@ -132,8 +137,7 @@ def connect(env: Mapping[str, str]) -> socket.socket:
 
 def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that libraries read when they are imported."""
-    names = [name for name in env if READ_ON_IMPORT.match(name) and not SET_LATER.match(name)]
-    return {name: env[name] for name in names}
+    return {n: value for n, value in env.items() if READ_ON_IMPORT.match(n) and not SET_LATER.match(n)}
 
 
 def _start(env: Mapping[str, str]) -> _Server:
@@ -168,11 +172,9 @@ def _stop_at_exit(server: _Server, pid: int) -> None:
 
 
 def serve(listener: int, launcher: int) -> None:
-    """The whole life of a forkserver on the launcher's machine.
+    """The whole life of a forkserver on the machine of the launcher, a process with which it ends.
 
-    Args:
-        listener: descriptor of the socket to which launches connect.
-        launcher: the process id of the launcher; when it ends, so does the forkserver.
+    Launches connect to the socket with the descriptor ``listener``.
     """
     launcher_end = processes.open_process(launcher)
     if launcher_end is not None:
@@ -269,8 +271,7 @@ def _serve(
     for descriptor in (connections.fileno(), launcher_end, woken):
         selector.register(descriptor, selectors.EVENT_READ)
     lost_at = math.inf if patience is None else time.monotonic() + patience
-    idle_at = math.inf
-    takes_over = -1
+    idle_at, takes_over = math.inf, -1
     while True:
         until = min(lost_at, idle_at)
         seconds = None if until == math.inf else until - time.monotonic()

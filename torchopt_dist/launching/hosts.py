@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -64,66 +64,23 @@ class Plan:
     logs: WorkerLogs
     run_id: str
 
-    def variables(
-        self,
-        host: int,
-        local_rank: int,
-        master: tuple[str, int],
-        restarts: int,
-        env: Mapping[str, str],
-        incarnation: int = 0,
-    ) -> dict[str, str]:
-        """The variables that torchrun would set for a worker.
-
-        Args:
-            host: the index of the worker's host among the hosts.
-            local_rank: the worker's rank there.
-            master: address and port of the store at which workers meet.
-            restarts: how often the workers have been started again.
-            env: the environment of the worker; two of the variables are kept if they are set there.
-            incarnation: how often the rank has been given to a new process.
-        """
-        here = self.hosts[host]
-        rank, world_size = here.first_rank + local_rank, sum(each.workers for each in self.hosts)
-        variables = {
-            "RANK": rank,
-            "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": here.workers,
-            "GROUP_RANK": host,
-            "GROUP_WORLD_SIZE": len(self.hosts),
-            "ROLE_NAME": "default",
-            "ROLE_RANK": rank,
-            "ROLE_WORLD_SIZE": world_size,
-            "MASTER_ADDR": master[0],
-            "MASTER_PORT": master[1],
-            "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_RESTART_COUNT": restarts,
-            "TORCHELASTIC_MAX_RESTARTS": self.options.max_restarts,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
-        }
-        if self.options.on_loss == "replace":
-            variables["TODIST_INCARNATION"] = incarnation
-        if here.workers > 1 and "OMP_NUM_THREADS" not in env:
-            variables["OMP_NUM_THREADS"] = 1
-        return {name: str(value) for name, value in variables.items()}
-
 
 class Agents:
     """The agents of one attempt.
 
     Args:
         plan: what the launch is to do.
+        restarts: how many attempts there have been before.
         hear: called with an agent when its stream can be read or written.
 
     Attributes:
+        master: address and port at which the workers meet, once these are known.
         raised: the first exception that a step of the end has raised.
     """
 
-    def __init__(self, plan: Plan, hear: Callable[[AgentHandle], None]) -> None:
-        self._plan, self._hear = plan, hear
+    def __init__(self, plan: Plan, restarts: int, hear: Callable[[AgentHandle], None]) -> None:
+        self._plan, self._restarts, self._hear = plan, restarts, hear
+        self.master = ("", 0)
         self._setups = {machine: plan.setup(machine) for machine in {host.machine for host in plan.hosts}}
         self._agents: list[AgentHandle] = []
         self._selector = selectors.DefaultSelector()
@@ -149,31 +106,52 @@ class Agents:
         agent.tell(Speak(self._plan.liveness.between_signs))
         return agent
 
-    def start(
-        self, agent: AgentHandle, master: tuple[str, int], restarts: int, store: str | None = None
-    ) -> None:
+    def start(self, agent: AgentHandle, store: str | None = None) -> None:
         """Tell an agent to start its workers.
 
         Args:
             agent: the agent.
-            master: address and port at which the workers meet.
-            restarts: how many attempts there have been before.
             store: the address at which this agent is to hold the store of the rendezvous; ``None``: it holds none.
         """
-        setup, here = self._setups[agent.machine], agent.machine.here
-        variables = partial(self._plan.variables, self._plan.hosts.index(agent.host))
+        here = agent.machine.here
         start = StartWorkers(
-            header=pack(setup),
-            env={
-                rank: variables(worker.local_rank, master, restarts, setup.env, worker.incarnation)
-                for rank, worker in agent.workers.items()
-            },
+            header=pack(self._setups[agent.machine]),
+            env={rank: self._variables(agent.host, worker) for rank, worker in agent.workers.items()},
             cores=frozenset(os.sched_getaffinity(0)) if here else None,
             umask=umask() if here else None,
             store=store,
             task=self._plan.task,
         )
         agent.tell(start)
+
+    def _variables(self, host: Host, worker: WorkerHandle) -> dict[str, str]:
+        """The variables that torchrun would set for a worker."""
+        hosts, env, options = self._plan.hosts, self._setups[host.machine].env, self._plan.options
+        world_size = sum(each.workers for each in hosts)
+        variables = {
+            "RANK": worker.rank,
+            "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": host.workers,
+            "GROUP_RANK": hosts.index(host),
+            "GROUP_WORLD_SIZE": len(hosts),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": worker.rank,
+            "ROLE_WORLD_SIZE": world_size,
+            "MASTER_ADDR": self.master[0],
+            "MASTER_PORT": self.master[1],
+            "TORCHELASTIC_RUN_ID": self._plan.run_id,
+            "TORCHELASTIC_RESTART_COUNT": self._restarts,
+            "TORCHELASTIC_MAX_RESTARTS": options.max_restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+        }
+        if options.on_loss == "replace":
+            variables["TODIST_INCARNATION"] = worker.incarnation
+        if host.workers > 1 and "OMP_NUM_THREADS" not in env:
+            variables["OMP_NUM_THREADS"] = 1
+        return {name: str(value) for name, value in variables.items()}
 
     def watch(self, end: socket.socket, act: Callable[[], object]) -> None:
         """Have :meth:`ready` return ``act`` when there is something to read from another socket, too."""
