@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "diff.adjoints": SECOND | {"diff", "diff.replay"},
     "diff.replay": SECOND | {"diff", "diff.adjoints"},
     "optim": SECOND | {"diff"},
+    "attribution": SECOND | {"diff", "diff.adjoints", "diff.inner_loop", "optim", "distributed"},
     "visual": GROUND | {"nn"},
     "distributed": BELOW | set(ROOMS),  # the doors: what users call
     **{room: BELOW | set(ROOMS[:floor]) for floor, room in enumerate(ROOMS)},

@@ -25,6 +25,7 @@ PAGES = {
 }
 MODULES = {
     "adjoints": todist.adjoints,
+    "attribution": todist.attribution,
     "autograd": todist.autograd,
     "data": todist.data,
     "diff": todist.diff,
