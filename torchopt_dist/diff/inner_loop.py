@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -46,6 +46,7 @@ from torchopt_dist.diff.adjoints._model import model_of
 from torchopt_dist.diff.adjoints._stream import Stream
 from torchopt_dist.diff.compiled._loop import compiled
 from torchopt_dist.diff.data_parallel import DataParallel, run_together
+from torchopt_dist.process.progress_bar import StepsBar, both
 from torchopt_dist.torch_private import forward_mode_is_active
 from torchopt_dist.transform.base import GradientTransformation
 
@@ -138,6 +139,8 @@ def inner_loop(
     compile: CompileMode = False,
     parallel: DataParallel | None = None,
     diagnose: bool = False,
+    progress: bool = False,
+    callback: Callable[[int, Tensor], Any] | None = None,
 ) -> InnerLoopResult:
     """Train for some steps, so that gradients flow through the training.
 
@@ -180,6 +183,9 @@ def inner_loop(
             ``gradient_norms`` are the norms of the outer gradient of the parameters after each step, and a
             ``RuntimeWarning`` says so where one is 10,000 times that after the last step, or not finite. It makes steps
             slower, and sees nothing inside ``vmap``.
+        progress: whether to show steps, loss and seconds left: as a bar in a terminal or a notebook, and elsewhere, as
+            well as on other ranks than 0, by records of ``logging`` at level INFO, one in ten seconds; needs tqdm.
+        callback: called after each step with its number and its loss, once a step, whatever the adjoint runs again.
 
     Returns:
         The adapted parameters, the last state, the losses, and the other values that the loss returned.
@@ -219,6 +225,8 @@ def inner_loop(
             compile,
             parallel,
             diagnose,
+            progress,
+            callback,
         )
     return made
 
@@ -238,6 +246,8 @@ def _inner_loop(
     compile: Any,
     parallel: Any,
     diagnose: Any,
+    progress: Any,
+    callback: Any,
 ) -> InnerLoopResult:
     if not callable(loss):
         raise TypeError(
@@ -254,6 +264,12 @@ def _inner_loop(
         raise TypeError(
             f"`stop` must be a function of a step's number and its loss, got {type(stop).__name__}"
         )
+    if callback is not None and not callable(callback):
+        raise TypeError(
+            f"`callback` must be a function of a step's number and its loss, got {type(callback).__name__}"
+        )
+    if not isinstance(progress, bool):
+        raise TypeError(f"`progress` must be True or False, got {type(progress).__name__} {progress!r:.80}")
     if not isinstance(has_aux, bool):
         raise TypeError(f"`has_aux` must be True or False, got {type(has_aux).__name__} {has_aux!r}")
     check_mode(compile)
@@ -310,12 +326,15 @@ def _inner_loop(
         held = loop.model.held()
     if parallel is not None:
         loop = parallel.spread(loop, adjoint, meta)
-    if recording:
-        outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
-        if not (loop.declared or adjoint.first_has_gradient):
-            _warn_of_nothing(type(adjoint).__name__)
-    else:
-        outcome = loop.run(loop.training_step, loop.own(loop.first))
+    bar = StepsBar("inner_loop", count) if progress else None
+    loop = replace(loop, tell=both(bar, callback))
+    with nullcontext() if bar is None else closing(bar):
+        if not recording:
+            outcome = loop.run(loop.training_step, loop.own(loop.first))
+        else:
+            outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
+    if recording and not (loop.declared or adjoint.first_has_gradient):
+        _warn_of_nothing(type(adjoint).__name__)
     if bindings is not None:
         refuse_state_in_attributes(loop, outcome.losses, held, type(adjoint).__name__)
         bindings.settle()
