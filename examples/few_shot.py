@@ -163,7 +163,9 @@ def main(args: argparse.Namespace) -> None:
         for row, (name, right) in enumerate(table.items()):
             mean, apart = 100 * right.mean().item(), 196 * right.std().item() / len(right) ** 0.5
             print(f"{WAYS}-way {shots}-shot, {name:18} {mean:5.1f} ± {apart:.1f} %")
-            axes.barh(row + 0.4 * place, mean, 0.4, xerr=apart, color=f"C{place}")
+            label = "" if row else f"{shots}-shot"
+            axes.barh(row + 0.4 * place, mean, 0.4, xerr=apart, color=f"C{place}", label=label)
+    axes.legend(loc="lower right")
     axes.set_yticks([row + 0.2 for row in range(len(table))], list(table))
     axes.set(title="Scripts never seen: 1 example of each class, and 5", xlabel="right, %", xlim=(0, 100))
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,12 @@ MAY_IMPORT = {
     **dict.fromkeys(("ops", "linear_solve", "schedule"), GROUND),
     **dict.fromkeys(("transform", "linalg"), FIRST),
     "nonlinear_solve": FIRST | {"diff.implicit"},
-    "nn": FIRST | {"diff.implicit", "diff.zero_order"},  # functions of functions, which know no modules
+    "nn": FIRST
+    | {
+        "nonlinear_solve",
+        "diff.implicit",
+        "diff.zero_order",
+    },  # functions of functions, which know no modules
     "diff": FIRST,  # functions of functions; below are the parts of it that know optimizers' steps and modules
     "diff.inner_loop": SECOND
     | {"diff", "diff.adjoints", "diff.replay", "diff.compiled", "diff.data_parallel"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -47,6 +47,7 @@ from torchopt_dist.diff.adjoints._model import model_of
 from torchopt_dist.diff.adjoints._stream import Stream
 from torchopt_dist.diff.compiled._loop import compiled
 from torchopt_dist.diff.data_parallel import DataParallel, run_together
+from torchopt_dist.process.progress_bar import StepsBar, both
 from torchopt_dist.torch_private import forward_mode_is_active
 from torchopt_dist.transform.base import GradientTransformation
 
@@ -140,6 +141,8 @@ def inner_loop(
     parallel: DataParallel | None = None,
     diagnose: bool = False,
     accumulate: int | None = None,
+    progress: bool = False,
+    callback: Callable[[int, Tensor], Any] | None = None,
 ) -> InnerLoopResult:
     """Train for some steps, so that gradients flow through the training.
 
@@ -189,6 +192,9 @@ def inner_loop(
             a pair ``(sum, count)``, and the loss of the step is the quotient of their sums. Each part has random
             numbers of its own, buffers go from part to part, and ``aux`` has a list, with what the loss returned for
             each part. ``meta`` must list every tensor that the loss uses from outside and that requires grad.
+        progress: whether to show steps, loss and seconds left: as a bar in a terminal or a notebook, and elsewhere, as
+            well as on other ranks than 0, by records of ``logging`` at level INFO, one in ten seconds; needs tqdm.
+        callback: called after each step with its number and its loss, once a step, whatever the adjoint runs again.
 
     Returns:
         The adapted parameters, the last state, the losses, and the other values that the loss returned.
@@ -230,6 +236,8 @@ def inner_loop(
             parallel,
             diagnose,
             accumulate,
+            progress,
+            callback,
         )
     return made
 
@@ -250,6 +258,8 @@ def _inner_loop(
     parallel: Any,
     diagnose: Any,
     accumulate: Any,
+    progress: Any,
+    callback: Any,
 ) -> InnerLoopResult:
     if not callable(loss):
         raise TypeError(
@@ -266,6 +276,12 @@ def _inner_loop(
         raise TypeError(
             f"`stop` must be a function of a step's number and its loss, got {type(stop).__name__}"
         )
+    if callback is not None and not callable(callback):
+        raise TypeError(
+            f"`callback` must be a function of a step's number and its loss, got {type(callback).__name__}"
+        )
+    if not isinstance(progress, bool):
+        raise TypeError(f"`progress` must be True or False, got {type(progress).__name__} {progress!r:.80}")
     if not isinstance(has_aux, bool):
         raise TypeError(f"`has_aux` must be True or False, got {type(has_aux).__name__} {has_aux!r}")
     check_mode(compile)
@@ -325,12 +341,15 @@ def _inner_loop(
         held = loop.model.held()
     if parallel is not None:
         loop = parallel.spread(loop, adjoint, meta)
-    if recording:
-        outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
-        if not (loop.declared or adjoint.first_has_gradient):
-            _warn_of_nothing(type(adjoint).__name__)
-    else:
-        outcome = loop.run(loop.training_step, loop.own(loop.first))
+    bar = StepsBar("inner_loop", count) if progress else None
+    loop = replace(loop, tell=both(bar, callback))
+    with nullcontext() if bar is None else closing(bar):
+        if not recording:
+            outcome = loop.run(loop.training_step, loop.own(loop.first))
+        else:
+            outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
+    if recording and not (loop.declared or adjoint.first_has_gradient):
+        _warn_of_nothing(type(adjoint).__name__)
     if bindings is not None:
         what = f"todist.{type(adjoint).__name__}()" if adjoint.runs_again else "`accumulate`"
         refuse_state_in_attributes(loop, outcome.losses, held, what)

@@ -92,6 +92,9 @@ class Loop:
     blocks: tuple[str, ...] = ()
     """The names of the sub-modules that are computed again, each as a node."""
 
+    tell: Callable[[int, Tensor], None] | None = None
+    """Is told the number and the loss of each step, when it runs first."""
+
     ranks: Ranks | None = None
     """Those that run this loop together, if it is not this process alone: gradients are means over them."""
 
@@ -161,8 +164,8 @@ class Loop:
         return function()
 
     def without_stop(self) -> Loop:
-        """The same loop without the caller's predicate ``stop``."""
-        return replace(self, stop=None)
+        """The same loop, whose steps run again: without the caller's predicate ``stop``, and telling nobody."""
+        return replace(self, stop=None, tell=None)
 
     def substituted(self) -> AbstractContextManager[None]:
         """A context in which ``others`` replace ``declared``."""
@@ -188,6 +191,8 @@ class Loop:
                 losses.append(loss)
                 aux.append(more)
                 forget_casts()
+                if self.tell is not None:
+                    self.tell(number, loss.detach())
                 if self.stop is not None and self._ends(self.stop(number, loss.detach())):
                     break
         return Outcome(carry, losses, aux)

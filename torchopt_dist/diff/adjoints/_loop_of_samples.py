@@ -125,7 +125,7 @@ def _over_samples(loop: Loop, around: Samples) -> VmappedLoop:
         around: the samples around it.
     """
     settings: dict[str, Any] = {field.name: getattr(loop, field.name) for field in fields(Loop)}
-    first, model, stop = loop.first, loop.model, loop.stop
+    first, model, stop, tell = loop.first, loop.model, loop.stop, loop.tell
 
     def dense(tensor: Tensor) -> Tensor:
         return around.stack(tensor).contiguous()
@@ -146,6 +146,10 @@ def _over_samples(loop: Loop, around: Samples) -> VmappedLoop:
         assert stop is not None
         return around.call(lambda: stop(number, around.entry(loss)))
 
+    def tell_inside(number: int, loss: Tensor) -> None:
+        assert tell is not None
+        around.call(lambda: tell(number, around.entry(loss)))
+
     settings |= {
         "first": Carry(
             [params[place] for place in model.first_places],
@@ -156,6 +160,7 @@ def _over_samples(loop: Loop, around: Samples) -> VmappedLoop:
         # Steps are made inside; as a transformation and no chain, none of its formulas is taken for one of values.
         "optimizer": GradientTransformation(loop.optimizer.init, loop.optimizer.update),
         "stop": None if stop is None else stop_inside,
+        "tell": None if tell is None else tell_inside,
     }
     return VmappedLoop(
         **settings,
