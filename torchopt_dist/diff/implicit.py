@@ -185,6 +185,7 @@ def attach(
     places: Sequence[int],
     solver: Solver,
     look: Look | None = None,
+    batch: tuple[int, ...] = (),
 ) -> Any:
     """Connect a solution with the arguments that it depends on.
 
@@ -197,13 +198,15 @@ def attach(
         solver: the linear solver.
         look: is shown what each backward pass has found. With it, a tensor that ``optimality_fn`` does not use gets no
             gradient where that can be seen, which is outside of ``torch.func``; without it, zeros.
+        batch: the leading dimensions of the solution and of the function's values, if these are many equations, each
+            for its own part of the solution; the linear solver then gets as many systems.
 
     Returns:
         A tree with the values of ``solution``.
     """
     # A compiler goes on after this, as it does after an inner loop.
     run = torch.compiler.disable(_attached) if torch.compiler.is_compiling() else _attached
-    return run(optimality_fn, solution, others, named, places, solver, look)
+    return run(optimality_fn, solution, others, named, places, solver, look, batch)
 
 
 def _attached(
@@ -214,6 +217,7 @@ def _attached(
     places: Sequence[int],
     solver: Solver,
     look: Look | None,
+    batch: tuple[int, ...],
 ) -> Any:
     x, spec = pytree.flatten(solution)
     for leaf in x:
@@ -230,7 +234,7 @@ def _attached(
     tensors = [leaves[n] for n in ours] + [leaves[n].detach() for n in fixed]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     paired = [leaf.is_complex() for leaf in x]
-    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look)
+    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look, batch)
     detached = _real_pairs([leaf.detach() for leaf in x])
     made = _Root.apply(equation, solver, len(x), *detached, *tensors)
     return pytree.unflatten(spec, _complex_again(made, paired))
@@ -250,6 +254,7 @@ class _Equation:
     of a function that has conjugates or absolute values in it, as every real loss's gradient, is not a complex matrix.
     """
     look: Look | None
+    batch: tuple[int, ...]
 
     def given(self, tensors: Tensors) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of the optimality function after the solution."""
@@ -322,7 +327,7 @@ def _differentiably(
 ) -> list[Tensor | None]:
     # What was saved may be wrapped by a `torch.func` transform that has ended; a view of it is not.
     x, others = [leaf.view_as(leaf) for leaf in x], [other.view_as(other) for other in others]
-    operator = TransposedJacobian(equation, len(x))
+    operator = TransposedJacobian(equation, len(x), equation.batch)
     u, _ = solver.solve(operator, [*x, *others], grads, equation.spec)
 
     def values_of(some: Tensors) -> Tensors:
@@ -351,7 +356,7 @@ def _once(
         ]
         values = equation(point, given)
     refuse_left_out(values)
-    u, _ = solver.solve(_Linearized(values, point), [], grads, equation.spec)
+    u, _ = solver.solve(_Linearized(values, point, equation.batch), [], grads, equation.spec)
     some = [other for other, is_wanted in zip(given, wanted, strict=True) if is_wanted]
     weights = [-leaf for leaf in u]
     found = pulled_back(values, weights, some)
@@ -387,6 +392,11 @@ class _Linearized(LinearOperator):
 
     values: Tensors
     point: Tensors
+    batch: tuple[int, ...]
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return self.batch
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
         return pull(self.values, self.point, vector, True)
