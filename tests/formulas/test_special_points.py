@@ -585,3 +585,29 @@ def test_what_torch_has_wrong_is_refused(name: str, way: str) -> None:
     row, text = REFUSED[name]
     with pytest.raises(RuntimeError, match=text):
         products(row, ROUTES[way])
+
+
+def near_an_end(
+    adjoint: Any, loss: Callable[[Sequence[Tensor]], Tensor], params: Sequence[Tensor], scale: Tensor
+) -> list[Tensor]:
+    """By a loop whose loss is one of a valley, so that a Hessian can be solved with."""
+    return by_loop(adjoint, lambda own: loss(own) + 5 * sum(p.square().sum() for p in own), params, scale)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:.Implicit.* gives no gradient")
+@pytest.mark.parametrize("table", ["zeros", "norms", "sizes"])
+def test_so_they_are_in_implicit_gradients_in_vmap(table: str) -> None:
+    solver = todist.linear_solve.solve_inv()
+    move = partial(near_an_end, todist.Implicit(solver, not_converged="ignore"))
+    seen = 0
+    for name, row in TABLES[table].items():
+        try:
+            expected = products(row, move)
+        except RuntimeError:  # there is no Hessian
+            continue
+        if all(x.isfinite().all() for x in expected):
+            seen += 1
+            found = products(row, in_vmap(move))
+            torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+    assert seen > 15

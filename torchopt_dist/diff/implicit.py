@@ -188,6 +188,7 @@ def attach(
     places: Sequence[int],
     solver: Solver,
     look: Look | None = None,
+    batch: tuple[int, ...] = (),
 ) -> Any:
     """Connect a solution with the arguments that it depends on.
 
@@ -200,6 +201,8 @@ def attach(
         solver: the linear solver.
         look: is shown what each backward pass has found. With it, a tensor that ``optimality_fn`` does not use gets no
             gradient where that can be seen, which is outside of ``torch.func``; without it, zeros.
+        batch: the leading dimensions of the solution and of the function's values, if these are many equations, each
+            for its own part of the solution; the linear solver then gets as many systems.
 
     Returns:
         A tree with the values of ``solution``.
@@ -219,7 +222,7 @@ def attach(
     tensors = [leaves[n] for n in ours] + [leaves[n].detach() for n in fixed]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     paired = [leaf.is_complex() for leaf in x]
-    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look)
+    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look, batch)
     detached = _real_pairs([leaf.detach() for leaf in x])
     made = _Root.apply(equation, solver, len(x), *detached, *tensors)
     return pytree.unflatten(spec, _complex_again(made, paired))
@@ -239,6 +242,7 @@ class _Equation:
     of a function that has conjugates or absolute values in it, as every real loss's gradient, is not a complex matrix.
     """
     look: Look | None
+    batch: tuple[int, ...]
 
     def given(self, tensors: Tensors) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of the optimality function after the solution."""
@@ -322,7 +326,7 @@ def _linearized(equation: _Equation, x: Tensors, others: Tensors, wanted: Sequen
     # What was saved may be wrapped by a `torch.func` transform that has ended; a view of it is not.
     x, others = [leaf.view_as(leaf) for leaf in x], [other.view_as(other) for other in others]
     values, pulled = vjp(functools.partial(equation, x), others, zeros=False, wanted=wanted)
-    return values, pulled, TransposedJacobian(equation, len(x)), [*x, *others]
+    return values, pulled, TransposedJacobian(equation, len(x), equation.batch), [*x, *others]
 
 
 def _linearized_once(
@@ -340,7 +344,7 @@ def _linearized_once(
         found = iter(pulled_back(values, cotangents, [one for one in given if one.requires_grad]))
         return [next(found) if one.requires_grad else None for one in given]
 
-    return values, pulled, _Linearized(values, point), []
+    return values, pulled, _Linearized(values, point, equation.batch), []
 
 
 @dataclass(frozen=True)
@@ -349,6 +353,11 @@ class _Linearized(LinearOperator):
 
     values: Tensors
     point: Tensors
+    batch: tuple[int, ...]
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return self.batch
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
         return pull(self.values, self.point, vector, True)

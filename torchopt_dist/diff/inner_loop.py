@@ -321,6 +321,7 @@ def _inner_loop(
         has_aux=has_aux,
         seed=draw_seed() if seed is None else _checked_seed(seed),
         first=begin,
+        state_is_given=state is not None,
         declared=tuple(
             differentiable([*tensors_of_meta(meta), *tensors_within(optimizer), *tensors_of_batches(given)])
         ),

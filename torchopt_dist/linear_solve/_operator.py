@@ -92,6 +92,13 @@ class TransposedJacobian(LinearOperator):
 
     function: Callable[[Tensors, Tensors], Tensors]
     count: int
+    batch: tuple[int, ...] = ()
+    """The leading dimensions of the function's values, of which each depends on its own part of the point alone."""
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The leading dimensions of every vector."""
+        return self.batch
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
         """Multiply, differentiably."""

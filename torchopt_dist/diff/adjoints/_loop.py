@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,9 @@ class Loop:
     """What the first step starts from: the caller's tensors, with their history."""
     declared: tuple[Tensor, ...]
     """What else there may be a gradient for: meta tensors, hyper-parameters, tensors of batches."""
+
+    state_is_given: bool = False
+    """Whether the first state is the caller's, and not what the optimizer makes of the first parameters."""
 
     others: tuple[Tensor, ...] | None = None
     """What stands in the places of ``declared`` when a step runs, if not these themselves."""
@@ -148,12 +152,13 @@ class Loop:
         def changed(tensor: Tensor) -> Tensor:
             return new.get(id(tensor), tensor)
 
-        first = Carry(
-            [changed(leaf) for leaf in self.first.params],
-            pytree.map_tensors(changed, self.first.state),
-            self.first.buffers,
-        )
-        return replace(self, first=first, others=tuple(map(changed, self.others or self.declared)))
+        params = list(map(changed, self.first.params))
+        first = Carry(params, pytree.map_tensors(changed, self.first.state), self.first.buffers)
+        made = replace(self, first=first, others=tuple(map(changed, self.others or self.declared)))
+        if self.state_is_given or all(map(is_, params, self.first.params)):
+            return made
+        with made.substituted():  # a state may begin with the parameters
+            return replace(made, first=first._replace(state=self.optimizer.init(self.model.tree(params))))
 
     def with_settings(self, **settings: Any) -> Loop:
         """The same loop with other values of fields."""
@@ -351,6 +356,8 @@ class Loop:
                 leaves[place] = leaf = (
                     torch.ops.aten.alias(leaf) if record else leaf.detach().requires_grad_()
                 )
+                if not leaf.requires_grad:  # a sample's own numbers, of which `vmap` does not tell
+                    leaf.requires_grad_()
                 wanted.append(leaf)
             if record:
                 if self.ranks is not None and not self.ranks.shards:
