@@ -78,7 +78,8 @@ portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MK
 fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, against loops by hand: PROGRAMS=2000 of each
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
 		tests/distributed/calls/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
-		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py $(ARGS)
+		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py \
+		tests/diff/test_random_changes.py $(ARGS)
 
 opinfo: $(STAMP) ## every operation of torch's own database in an inner step, in vectorized tasks and in a call: five minutes
 	$(INSTALL) expecttest # which torch's database imports

@@ -328,6 +328,8 @@ class Meaning:
             return self._visit(compiled, place)
         code, names = self._family.first(function.__code__), function.__globals__
         self._note(place, (FunctionType, id(code)))
+        if function is os.getenv:
+            self._fixed(os.environ, "os.environ")
         module = names.get("__name__") or ""
         is_sent = vars(sys.modules.get(module, _NONE)) is not names
         mentioned = reads(code)

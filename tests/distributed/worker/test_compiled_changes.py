@@ -434,6 +434,7 @@ UNKNOWN = {
     "a lock": Lock(),
     "a scalar of numpy": np.float64(2.0),
     "an array of numpy": np.ones(2),
+    "a function of numpy": np.sqrt,
 }
 
 
@@ -462,6 +463,23 @@ def test_a_method_of_a_class_that_was_sent_has_its_own_globals() -> None:
             assert compiled.CompiledTask(names["task"], True)(torch.ones(1)) == by
         expected = ["Scaled.__call__, which was sent by value, reads the global name `BY`"] * (by == 2.0)
         assert [str(each.message).partition("since ")[2] for each in told] == expected
+
+
+ENVIRONMENTS = {
+    "os.environ": "import os\ndef task(x): return x * float(os.environ['TODIST_OF_A_TEST'])",
+    "os.getenv": "import os\ndef task(x): return x * float(os.getenv('TODIST_OF_A_TEST'))",
+    "environ": "from os import environ\ndef task(x): return x * float(environ['TODIST_OF_A_TEST'])",
+    "getenv": "from os import getenv\ndef task(x): return x * float(getenv('TODIST_OF_A_TEST'))",
+}
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_a_variable_of_the_environment_is_never_stale(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = of_globals(ENVIRONMENTS[kind])
+    for value in ("2", "3"):
+        monkeypatch.setenv("TODIST_OF_A_TEST", value)
+        assert compiled.CompiledTask(task, True)(torch.ones(1)) == float(value)
 
 
 COMMON = {
