@@ -18,7 +18,7 @@ from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Replayed
 from torchopt_dist.distributed.group.group import find_group
 from torchopt_dist.distributed.map import map as map_on_workers
 from torchopt_dist.distributed.world import get_world_size
-from torchopt_dist.optim.sgd import sgd
+from torchopt_dist.transform.sgd import sgd
 
 __all__ = ["Method", "attribute", "even_parts", "workers"]
 

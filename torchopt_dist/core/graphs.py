@@ -10,7 +10,25 @@ from torch import Tensor
 
 from torchopt_dist.torch_private import sequence_numbers
 
-__all__ = ["Edge", "edge_of", "edges_behind", "edges_of", "leaf_of", "leaves_behind", "nodes_between"]
+__all__ = [
+    "Edge",
+    "depends_on_others",
+    "edge_of",
+    "edges_behind",
+    "edges_of",
+    "leaf_of",
+    "leaves_behind",
+    "nodes_between",
+]
+    "Edge",
+    "depends_on_others",
+    "edge_of",
+    "edges_behind",
+    "edges_of",
+    "leaf_of",
+    "leaves_behind",
+    "nodes_between",
+]
 
 Edge = tuple[Any, int]
 """A node of the graph, and which of its results."""
@@ -84,6 +102,15 @@ def leaves_behind(values: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> tu
         elif leaf is not None:
             reached.add(id(leaf))
     return reached, others
+
+
+def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:
+    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node."""
+    known = {id(tensor) for tensor in inputs}
+    return any(
+        is_old or ((leaf := leaf_of(node)) is not None and id(leaf) not in known)
+        for (node, _), is_old in edges_behind(edges_of([output]), since=since)
+    )
 
 
 def leaf_of(node: Any) -> Tensor | None:

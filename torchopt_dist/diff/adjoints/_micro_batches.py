@@ -19,15 +19,16 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist.core import remat
+from torchopt_dist.core.graphs import depends_on_others, leaf_of, nodes_between
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Seen, WatchFn
-from torchopt_dist.diff.adjoints._declared import depends_on_others, leaf_like, leaf_of, nodes_between
+from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
+from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.adjoints._ranks import local, mean
-from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared
 from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.pytree._containers import flatten
 from torchopt_dist.torch_private import (

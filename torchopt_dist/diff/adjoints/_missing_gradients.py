@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.core.graphs import edge_of, edges_behind, edges_of, leaf_of, leaves_behind, nodes_between
+from torchopt_dist.core.graphs import (
+    depends_on_others,
+    edge_of,
+    leaves_behind,
+    nodes_between,
+)
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.unconnected import Unconnected, note_unconnected
@@ -68,7 +73,7 @@ def refusal_as_it_is(loop: Loop) -> WatchFn:
     since = next_sequence_number()
 
     def watch(seen: Seen) -> None:
-        if _depends_on_others(seen.loss, [*seen.leaves, *loop.declared], since):
+        if depends_on_others(seen.loss, [*seen.leaves, *loop.declared], since):
             watched(loop, Samples()).gradient(seen.carry, seen.number, record=False)
 
     return watch
@@ -108,15 +113,6 @@ def refuse_undeclared(
         with torch.enable_grad():
             still = {id(leaf) for leaf in leaves_behind(again(), ())[1]}
         refuse([leaf for leaf in found if id(leaf) in still])
-
-
-def _depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:
-    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node."""
-    known = {id(tensor) for tensor in inputs}
-    return any(
-        is_old or ((leaf := leaf_of(node)) is not None and id(leaf) not in known)
-        for (node, _), is_old in edges_behind(edges_of([output]), since=since)
-    )
 
 
 def run_aloud(name: str, run: Callable[[Loop], Outcome], loop: Loop, also: Iterable[Tensor] = ()) -> Outcome:

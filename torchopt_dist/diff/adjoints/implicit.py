@@ -16,8 +16,8 @@ from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._declared import tensors_of_batches
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
-from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
+from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples, samples_for
 from torchopt_dist.diff.adjoints._settings import check_count
