@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # csrc/ -> a library with AddressSanitizer -> the tests of the kernels, the fuzz run among them, under it.
-# By hand, from anywhere: `tests/ops/under_asan.sh [python] [arguments of pytest]`, with `-m ""` for all rows. It builds in a folder of its own, in half a minute on two cores.
+# By hand, from anywhere: `tests/ops/under_asan.sh [python] [arguments of pytest]`;
+# `-m ""` runs all rows. It builds in a folder of its own, in half a minute on two cores.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$(realpath -s "${1:-$root/.venv/bin/python}")
