@@ -39,6 +39,7 @@ LONGEST_FIRST = (
     "tests/diff/test_data_parallel.py",
     "tests/distributed/life/test_torchrun_elastic.py",
     "tests/examples",
+    "tests/docs/test_examples.py",
     "tests/seeds",
     "tests/launch",
     "tests/optim/test_every_optimizer.py",
