@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchopt_dist.optim._signatures import arguments_of
+from torchopt_dist.optim._state import COUNT
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.optim.optimizer import Optimizer
-from torchopt_dist.optim.state import COUNT
 from torchopt_dist.transform.adadelta import adadelta
 from torchopt_dist.transform.adafactor import adafactor
 from torchopt_dist.transform.adagrad import adagrad

@@ -17,8 +17,8 @@ from torchopt_dist import pytree
 from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.optim import _recording_mode
+from torchopt_dist.optim._state import flatten_with_keys, is_of_an_optimizer, restore_state
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
-from torchopt_dist.optim.state import flatten_with_keys, is_of_an_optimizer, restore_state
 
 __all__ = ["DifferentiableOptimizer", "differentiable"]
 

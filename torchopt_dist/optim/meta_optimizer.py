@@ -30,8 +30,7 @@ from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.nn._traced_module import named_parameters
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._recomputation import NoRecomputation
-from torchopt_dist.optim._traced_step import traced_begin, traced_step
-from torchopt_dist.optim.state import (
+from torchopt_dist.optim._state import (
     Dtypes,
     dtypes_of,
     fitted,
@@ -41,6 +40,7 @@ from torchopt_dist.optim.state import (
     restore_state,
     trained_states,
 )
+from torchopt_dist.optim._traced_step import traced_begin, traced_step
 from torchopt_dist.torch_private import gradients_are_traced, transforms_are_active, vmaps
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step, with_gradients_added

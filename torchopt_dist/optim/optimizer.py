@@ -25,7 +25,7 @@ from torchopt_dist.nn._tensor_copier import TensorCopier
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.optim import _learning_rate as learning_rate
 from torchopt_dist.optim import _signatures as signatures
-from torchopt_dist.optim.state import (
+from torchopt_dist.optim._state import (
     COUNT,
     SHARED,
     Layout,

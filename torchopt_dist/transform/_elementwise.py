@@ -1,4 +1,4 @@
-"""A formula on lists of tensors → the ``init`` and the ``update`` of a transformation that works leaf by leaf.
+"""A function on lists of tensors → the ``init`` and the ``update`` of a transformation that works leaf by leaf.
 
 All such transformations share what is here: leaves that are ``None`` are left out and keep their state, complex
 leaves are treated as pairs of real ones, and the state is overwritten only where no graph is recorded. Each
@@ -8,9 +8,10 @@ tensor a parameter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from torchopt_dist.core.types import OptState, Params, TensorTree, Updates
 from torchopt_dist.ops._columns import as_complex, as_real, check_tensors, pick, present, put
 from torchopt_dist.transform.base import GradientTransformation, of_elements
 
-__all__ = ["Formula", "check_dense", "counts", "elementwise", "filled"]
+__all__ = ["Formula", "check_dense", "counts", "elementwise", "filled", "on_leaves"]
+
+UpdateOfLeaves: TypeAlias = Callable[..., tuple[Updates, OptState]]
 
 
 class Formula(Protocol):
@@ -53,6 +56,38 @@ def elementwise(
     """
     first = first or partial(_first_state, state_type, requires_grad, **start)
     return GradientTransformation(first, partial(_update, state_type, formula, sparse))
+
+
+def on_leaves(*, params: str | None = None) -> Callable[[Callable[..., list[Tensor]]], UpdateOfLeaves]:
+    """Make the ``update`` of a link without state of a function: the gradients that are there → as many updates.
+
+    Args:
+        params: why the update needs the parameters: the function then gets those of the gradients, too.
+
+    Returns:
+        A decorator. What the function takes before the gradients is bound by ``functools.partial``.
+    """
+    why = params
+
+    def decorator(function: Callable[..., list[Tensor]]) -> UpdateOfLeaves:
+        @functools.wraps(function)
+        def update(
+            *given: Any, params: Any = None, inplace: bool = False, **named: Any
+        ) -> tuple[Updates, OptState]:
+            *own, updates, state = (*given, *(named[name] for name in ("updates", "state") if name in named))
+            if why is not None and params is None:
+                raise ValueError(f"`params` must be given to `update`: {why}, got None")
+            leaves, spec = pytree.flatten(updates)
+            places = present(leaves)
+            grads = pick(leaves, places)
+            check_dense(grads)
+            if why is not None:
+                own.append(pick(pytree.flatten_like(spec, params, "params", "updates"), places))
+            return pytree.unflatten(spec, put(leaves, places, function(*own, grads))), state
+
+        return update
+
+    return decorator
 
 
 def filled(params: Params, value: float = 0.0, *, requires_grad: bool = False) -> TensorTree:

@@ -7,12 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchopt_dist import pytree
-from torchopt_dist.core.types import OptState, Params, Updates
-from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.transform._elementwise import check_dense
+from torchopt_dist.transform._elementwise import on_leaves
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero
-from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.transform.base import GradientTransformation, stateless
 
 __all__ = ["adaptive_grad_clip"]
 
@@ -49,26 +46,11 @@ def adaptive_grad_clip(clipping: HyperParameter, eps: HyperParameter = 1e-3) -> 
     return GradientTransformation(stateless, partial(_update, clipping, eps))
 
 
+@on_leaves(params="clipping is relative to the parameters")
 def _update(
-    clipping: HyperParameter,
-    eps: HyperParameter,
-    updates: Updates,
-    state: EmptyState,
-    *,
-    params: Params | None = None,
-    inplace: bool = False,
-) -> tuple[Updates, OptState]:
-    if params is None:
-        raise ValueError(
-            "`params` must be given to `update`: clipping is relative to the parameters, got None"
-        )
-    leaves, spec = pytree.flatten(updates)
-    weights = pytree.flatten_like(spec, params, "params", "updates")
-    places = present(leaves)
-    given = pick(leaves, places)
-    check_dense(given)
-    clipped = [_clipped(g, p, clipping, eps) for g, p in zip(given, pick(weights, places), strict=True)]
-    return pytree.unflatten(spec, put(leaves, places, clipped)), state
+    clipping: HyperParameter, eps: HyperParameter, params: list[Tensor], grads: list[Tensor]
+) -> list[Tensor]:
+    return [_clipped(g, p, clipping, eps) for g, p in zip(grads, params, strict=True)]
 
 
 def _clipped(grad: Tensor, param: Tensor, clipping: HyperParameter, eps: HyperParameter) -> Tensor:

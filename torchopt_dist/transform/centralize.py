@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchopt_dist import pytree
-from torchopt_dist.core.types import OptState, Params, Updates
-from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.transform._elementwise import check_dense
-from torchopt_dist.transform.base import EmptyState, GradientTransformation, stateless
+from torchopt_dist.transform._elementwise import on_leaves
+from torchopt_dist.transform.base import GradientTransformation, stateless
 
 __all__ = ["centralize"]
 
@@ -33,14 +30,9 @@ def centralize() -> GradientTransformation:
     return GradientTransformation(stateless, _update)
 
 
-def _update(
-    updates: Updates, state: EmptyState, *, params: Params | None = None, inplace: bool = False
-) -> tuple[Updates, OptState]:
-    leaves, spec = pytree.flatten(updates)
-    places = present(leaves)
-    given = pick(leaves, places)
-    check_dense(given)
-    return pytree.unflatten(spec, put(leaves, places, [_centralized(x) for x in given])), state
+@on_leaves()
+def _update(grads: list[Tensor]) -> list[Tensor]:
+    return [_centralized(x) for x in grads]
 
 
 def _centralized(x: Tensor) -> Tensor:

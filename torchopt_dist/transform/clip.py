@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist import pytree
-from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.transform._elementwise import check_dense
+from torchopt_dist.transform._elementwise import on_leaves
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero
-from torchopt_dist.transform.base import EmptyState, GradientTransformation, of_elements, stateless
+from torchopt_dist.transform.base import GradientTransformation, of_elements, stateless
 
 __all__ = ["clip_grad_norm", "clip_grad_value"]
 
@@ -93,26 +90,14 @@ def _order(norm_type: Any) -> float:
 
 
 @of_elements(norms=True)
+@on_leaves()
 def _norm_update(
-    max_norm: HyperParameter,
-    order: float,
-    error_if_nonfinite: bool,
-    updates: Updates,
-    state: EmptyState,
-    *,
-    params: Params | None = None,
-    inplace: bool = False,
-) -> tuple[Updates, OptState]:
-    leaves, spec = pytree.flatten(updates)
-    places = present(leaves)
-    grads = pick(leaves, places)
-    check_dense(grads)
+    max_norm: HyperParameter, order: float, error_if_nonfinite: bool, grads: list[Tensor]
+) -> list[Tensor]:
     measured = [grad for grad in grads if grad.numel() > 0]
     if not measured:
-        return updates, state
-    factor = _factor(max_norm, _total_norm(measured, order, error_if_nonfinite))
-    clipped = foreach.multiply(grads, factor)
-    return pytree.unflatten(spec, put(leaves, places, clipped)), state
+        return grads
+    return foreach.multiply(grads, _factor(max_norm, _total_norm(measured, order, error_if_nonfinite)))
 
 
 def _factor(max_norm: HyperParameter, norm: Tensor) -> Tensor:
@@ -174,23 +159,11 @@ def _at_least_single(x: Tensor) -> Tensor:
 
 
 @of_elements()
-def _value_update(
-    clip_value: HyperParameter,
-    updates: Updates,
-    state: EmptyState,
-    *,
-    params: Params | None = None,
-    inplace: bool = False,
-) -> tuple[Updates, OptState]:
-    leaves, spec = pytree.flatten(updates)
-    places = present(leaves)
-    grads = pick(leaves, places)
-    check_dense(grads)
+@on_leaves()
+def _value_update(clip_value: HyperParameter, grads: list[Tensor]) -> list[Tensor]:
     if isinstance(clip_value, Tensor) or torch.is_grad_enabled() or foreach.runs_in_a_loop(grads):
-        clipped = [_clamp(grad, clip_value) for grad in grads]
-    else:
-        clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(grads, -clip_value), clip_value))
-    return pytree.unflatten(spec, put(leaves, places, clipped)), state
+        return [_clamp(grad, clip_value) for grad in grads]
+    return list(torch._foreach_clamp_max(torch._foreach_clamp_min(grads, -clip_value), clip_value))
 
 
 def _clamp(grad: Tensor, limit: HyperParameter) -> Tensor:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchopt_dist import pytree
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, Updates
-from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.transform._elementwise import check_dense
+from torchopt_dist.core.types import ScalarOrSchedule
+from torchopt_dist.transform._elementwise import on_leaves
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decays
 from torchopt_dist.transform._texts import documented
 from torchopt_dist.transform.adam import scale_by_adam
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
-from torchopt_dist.transform.base import EmptyState, GradientTransformation, chain, stateless
+from torchopt_dist.transform.base import GradientTransformation, chain, stateless
 from torchopt_dist.transform.masked import Mask
 from torchopt_dist.transform.scale import scale_by_learning_rate
 
@@ -42,18 +40,9 @@ def scale_by_trust_ratio() -> GradientTransformation:
     return GradientTransformation(stateless, _update)
 
 
-def _update(
-    updates: Updates, state: EmptyState, *, params: Params | None = None, inplace: bool = False
-) -> tuple[Updates, OptState]:
-    if params is None:
-        raise ValueError("`params` must be given to `update`: a trust ratio needs the parameters, got None")
-    leaves, spec = pytree.flatten(updates)
-    weights = pytree.flatten_like(spec, params, "params", "updates")
-    places = present(leaves)
-    given = pick(leaves, places)
-    check_dense(given)
-    scaled = [_scaled(u, p) for u, p in zip(given, pick(weights, places), strict=True)]
-    return pytree.unflatten(spec, put(leaves, places, scaled)), state
+@on_leaves(params="a trust ratio needs the parameters")
+def _update(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+    return [_scaled(u, p) for u, p in zip(updates, params, strict=True)]
 
 
 def _scaled(update: Tensor, param: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, Updates
+from torchopt_dist.core.types import Params, ScalarOrSchedule
 from torchopt_dist.ops import _foreach as foreach
-from torchopt_dist.ops._columns import pick, present, put
-from torchopt_dist.transform._elementwise import check_dense, elementwise
+from torchopt_dist.ops._columns import present
+from torchopt_dist.transform._elementwise import elementwise, on_leaves
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_at_least_zero, check_decay
 from torchopt_dist.transform._texts import documented
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights, penalized
@@ -99,23 +99,11 @@ def _init(params: Params, /) -> EmptyState:
     return EmptyState()
 
 
+@on_leaves()
 def _update(
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-    adjustment: str,
-    updates: Updates,
-    state: EmptyState,
-    *,
-    params: Params | None = None,
-    inplace: bool = False,
-) -> tuple[Updates, OptState]:
-    leaves, spec = pytree.flatten(updates)
-    places = present(leaves)
-    given = pick(leaves, places)
-    check_dense(given)
-    made = [_orthogonal(x, coefficients, steps, eps) * _factor(x, adjustment) for x in given]
-    return pytree.unflatten(spec, put(leaves, places, made)), state
+    coefficients: tuple[float, float, float], steps: int, eps: float, adjustment: str, updates: list[Tensor]
+) -> list[Tensor]:
+    return [_orthogonal(x, coefficients, steps, eps) * _factor(x, adjustment) for x in updates]
 
 
 def _factor(x: Tensor, adjustment: str) -> float:
