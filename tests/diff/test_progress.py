@@ -137,8 +137,17 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[io.StringIO], io.StringI
     return replaced
 
 
-def test_a_terminal_has_a_bar_with_the_loss(shown: Any, caplog: pytest.LogCaptureFixture) -> None:
-    terminal = shown(Terminal())
+class Cell(io.StringIO):
+    """Stands for the stream of a notebook's cell, which is no terminal."""
+
+    __module__ = "ipykernel.iostream"
+
+
+@pytest.mark.parametrize("stream", [Terminal, Cell])
+def test_a_terminal_and_a_cell_have_a_bar_with_the_loss(
+    stream: type[io.StringIO], shown: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    terminal = shown(stream())
     with caplog.at_level(logging.INFO):
         run(progress=True)
     assert "inner_loop" in terminal.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def tasks_or_steps(title: str, total: int, unit: str) -> Any:
-    """A bar of tqdm, which is shown unless standard error is a file or a pipe, as that of a worker of ``launch`` is.
+    """A bar of tqdm, on a terminal or in a notebook's cell: not in a file or a pipe, as of a worker of ``launch``.
 
     Raises:
         ImportError: tqdm is not installed.
@@ -32,7 +33,9 @@ def tasks_or_steps(title: str, total: int, unit: str) -> Any:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError("progress=True needs tqdm: pip install tqdm; or leave it out") from error
-    return tqdm(total=total, desc=title, unit=unit, leave=False, disable=None)
+    # A cell's stream says that it is no terminal, and shows a bar nevertheless.
+    is_cell = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
+    return tqdm(total=total, desc=title, unit=unit, leave=False, disable=False if is_cell else None)
 
 
 class StepsBar:
