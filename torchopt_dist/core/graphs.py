@@ -47,7 +47,8 @@ def edges_behind(
     waiting = list(dict.fromkeys(starts))
     seen = set(waiting)
     number = sequence_numbers(waiting[0][0]) if since and waiting else None
-    for edge in waiting:  # which grows
+    while waiting:
+        edge = waiting.pop()
         is_end = edge in ends or (number is not None and number(edge[0]) < since)
         yield edge, is_end
         if not is_end:
