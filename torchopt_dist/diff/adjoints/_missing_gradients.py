@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.core.graphs import edge_of, edges_behind, edges_of, leaf_of, leaves_behind, nodes_between
+from torchopt_dist.core.graphs import edge_of, leaf_of, leaves_behind, nodes_between
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.unconnected import Unconnected, note_unconnected
@@ -25,7 +25,12 @@ from torchopt_dist.diff.adjoints._declared import refuse
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
-from torchopt_dist.torch_private import engine_needs_node, next_sequence_number, transforms_are_active
+from torchopt_dist.torch_private import (
+    engine_needs_node,
+    next_sequence_number,
+    sequence_numbers,
+    transforms_are_active,
+)
 
 __all__ = ["refusal_as_it_is", "refuse_undeclared", "run_aloud", "watched"]
 
@@ -111,12 +116,27 @@ def refuse_undeclared(
 
 
 def _depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:
-    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node."""
+    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node.
+
+    It is asked in every step, so the walk is here as short as it can be.
+    """
     known = {id(tensor) for tensor in inputs}
-    return any(
-        is_old or ((leaf := leaf_of(node)) is not None and id(leaf) not in known)
-        for (node, _), is_old in edges_behind(edges_of([output]), since=since)
-    )
+    if output.grad_fn is None:
+        return output.requires_grad and id(output) not in known
+    number = sequence_numbers(output.grad_fn)
+    visited: set[Any] = {None, output.grad_fn}
+    waiting: list[Any] = [output.grad_fn]
+    for node in waiting:  # which grows
+        if number(node) < since:
+            return True
+        if following := node.next_functions:
+            for other, _ in following:
+                if other not in visited:
+                    visited.add(other)
+                    waiting.append(other)
+        elif (leaf := leaf_of(node)) is not None and id(leaf) not in known:
+            return True
+    return False
 
 
 def run_aloud(name: str, run: Callable[[Loop], Outcome], loop: Loop, also: Iterable[Tensor] = ()) -> Outcome:
