@@ -56,7 +56,8 @@ def edges_behind(
     waiting = list(dict.fromkeys(starts))
     seen = set(waiting)
     number = sequence_numbers(waiting[0][0]) if since and waiting else None
-    for edge in waiting:  # which grows
+    while waiting:
+        edge = waiting.pop()
         is_end = edge in ends or (number is not None and number(edge[0]) < since)
         yield edge, is_end
         if not is_end:
@@ -96,12 +97,27 @@ def leaves_behind(values: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> tu
 
 
 def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:
-    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node."""
+    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node.
+
+    It is asked in every step, so the walk is here as short as it can be.
+    """
     known = {id(tensor) for tensor in inputs}
-    return any(
-        is_old or ((leaf := leaf_of(node)) is not None and id(leaf) not in known)
-        for (node, _), is_old in edges_behind(edges_of([output]), since=since)
-    )
+    if output.grad_fn is None:
+        return output.requires_grad and id(output) not in known
+    number = sequence_numbers(output.grad_fn)
+    visited: set[Any] = {None, output.grad_fn}
+    waiting: list[Any] = [output.grad_fn]
+    for node in waiting:  # which grows
+        if number(node) < since:
+            return True
+        if following := node.next_functions:
+            for other, _ in following:
+                if other not in visited:
+                    visited.add(other)
+                    waiting.append(other)
+        elif (leaf := leaf_of(node)) is not None and id(leaf) not in known:
+            return True
+    return False
 
 
 def leaf_of(node: Any) -> Tensor | None:

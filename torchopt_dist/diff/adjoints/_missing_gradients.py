@@ -30,7 +30,11 @@ from torchopt_dist.diff.adjoints._declared import refuse
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
-from torchopt_dist.torch_private import engine_needs_node, next_sequence_number, transforms_are_active
+from torchopt_dist.torch_private import (
+    engine_needs_node,
+    next_sequence_number,
+    transforms_are_active,
+)
 
 __all__ = ["refusal_as_it_is", "refuse_undeclared", "run_aloud", "watched"]
 
