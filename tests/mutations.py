@@ -61,7 +61,7 @@ MUTATIONS = {
         "ops/_foreach.py",
         "grads = multiply(grads, -1)",
         "grads = list(grads)",
-        "ops/test_kernels.py optim/test_every_optimizer.py",
+        "ops/test_adam.py ops/test_sgd.py optim/test_sgd.py optim/test_sgd_whole_step.py",
     ),
     "eps_root of Adam": M(
         "ops/_adam.py",
@@ -109,12 +109,6 @@ MUTATIONS = {
         "transform/clip.py",
         "x.real.square() + x.imag.square() if",
         "x.real.square() if",
-        "transform/test_clip.py",
-    ),
-    "clipping in bfloat16": M(
-        "transform/clip.py",
-        "(torch.float16, torch.bfloat16) else x",
-        "(torch.float16,) else x",
         "transform/test_clip.py",
     ),
     "clipping gradients of zeros": M(
@@ -181,9 +175,6 @@ MUTATIONS = {
         "return self.inner.apply(params, self.inner.apply(params, vector))",
         "linear_solve",
     ),
-    "normalization in evaluation": M(
-        "formulas/normalization_nodes.py", 'or not getattr(node, "_saved_train", True)', "", "formulas"
-    ),
     "a gradient that must not be differentiated": M(
         "core/second_order.py",
         "if (text := refusal(kind))}",
@@ -210,12 +201,6 @@ MUTATIONS = {
         "start = index * share + min(index, rest)",
         "start = index * share",
         "distributed/test_dim_partitioner.py distributed/test_balance.py distributed/test_map.py",
-    ),
-    "references over ZeroMQ": M(
-        "distributed/transport/zmq.py",
-        "if message.references:",
-        "if False:",
-        "distributed/transport distributed/calls distributed/messages",
     ),
     "errors of an answer over ZeroMQ": M(
         "distributed/transport/zmq.py",
