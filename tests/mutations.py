@@ -57,18 +57,6 @@ MUTATIONS = {
         "x",
         "ops/test_under_torch_func.py",
     ),
-    "maximize by the formula": M(
-        "ops/_foreach.py",
-        "grads = multiply(grads, -1)",
-        "grads = list(grads)",
-        "ops/test_adam.py ops/test_sgd.py optim/test_sgd.py optim/test_sgd_whole_step.py",
-    ),
-    "eps_root of Adam": M(
-        "ops/_adam.py",
-        "_times, self.bias_correction2, self.eps_root",
-        "_times, 1.0, self.eps_root",
-        "ops/test_kernels.py ops/test_adam.py",
-    ),
     "weight decay of Adam's backward kernel": M(
         "ops/_adam.py",
         "None if self.weight_decay == 0 else columns[3]",
