@@ -67,6 +67,11 @@ def test_the_mean_keeps_the_dtype(dtype):
     assert reduced.tolist() == [2.5, 2.5]
 
 
+def test_large_sizes_lose_no_digits_in_half_precision():
+    one = torch.ones(1, dtype=torch.bfloat16)
+    assert todist.mean_reducer([one, one], [257, 1]).item() == 1.0
+
+
 def test_weights_are_exact_in_double_precision():
     third = torch.tensor([1.0, 0.0], dtype=torch.float64)
     reduced = todist.mean_reducer([third, third.flip(0)], [1, 2])
