@@ -42,7 +42,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick portable fuzz opinfo losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
+.PHONY: help demo test nightly quick portable fuzz opinfo losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,14 +59,17 @@ $(STAMP): $(SOURCES) | $(TORCH_STAMP)
 	@$(INSTALL) --no-build-isolation -e ".[test]"
 	@touch $@
 
-demo: $(STAMP) ## install, then MAML on handwritten digits on two worker processes
-	$(BIN)/torchrun --nproc_per_node=$(NPROC) examples/maml_digits.py $(ARGS)
+demo: $(STAMP) ## install, then letters of unseen scripts after one example, on two worker processes: ARGS="--minutes 30"
+	$(BIN)/torchrun --nproc_per_node=$(NPROC) examples/few_shot.py $(ARGS)
 
-test: $(STAMP) ## install, then all tests
+test: $(STAMP) ## install, then the tests, but for those that are left to `make nightly`
 	$(PYTEST) $(ARGS)
 
+nightly: $(STAMP) ## the other tests: rows of products that `make test` leaves out, whole experiments, builds
+	$(PYTEST) -m nightly $(ARGS)
+
 quick: $(STAMP) ## the tests that start no processes and compile nothing
-	TODIST_FUZZ_SEED=0 TODIST_FUZZ_LOOPS=5 $(PYTEST) -m "not processes and not compiles" $(ARGS)
+	TODIST_FUZZ_SEED=0 TODIST_FUZZ_LOOPS=5 $(PYTEST) -m "not processes and not compiles and not nightly" $(ARGS)
 
 portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default"
 	@for one in $(AS); do echo "as with $$one"; env $$(echo $$one | tr , ' ') $(PYTEST) $(COMPUTING) $(ARGS) || red="$$red $$one"; done; \
@@ -75,7 +78,8 @@ portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MK
 fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, against loops by hand: PROGRAMS=2000 of each
 	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
 		tests/distributed/calls/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
-		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py $(ARGS)
+		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py \
+		tests/diff/test_random_changes.py $(ARGS)
 
 opinfo: $(STAMP) ## every operation of torch's own database in an inner step, in vectorized tasks and in a call: five minutes
 	$(INSTALL) expecttest # which torch's database imports

@@ -20,6 +20,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tests import nightly
 from tests.limits import Limits
 from tests.processes import World
 from tests.turns import Turns
@@ -38,6 +39,7 @@ LONGEST_FIRST = (
     "tests/diff/test_data_parallel.py",
     "tests/distributed/life/test_torchrun_elastic.py",
     "tests/examples",
+    "tests/docs/test_examples.py",
     "tests/seeds",
     "tests/launch",
     "tests/optim/test_every_optimizer.py",
@@ -111,6 +113,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    nightly.leave_rows(items)
     for item in items:
         if "world" in getattr(item, "fixturenames", ()) or starts_processes(item.path):
             item.add_marker(pytest.mark.processes)
@@ -124,6 +127,7 @@ TURNS = pytest.StashKey[Turns]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    nightly.give_named_ones_whole(config)
     if hasattr(config, "workerinput"):
         config.stash[TURNS] = Turns(config.workerinput["testrunuid"])
 

@@ -27,13 +27,35 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_reredirects",
 ]
 if "without_sources" in globals()["tags"]:  # Sphinx has defined them
     extensions.remove("sphinx.ext.viewcode")
 exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
+
+redirects = {
+    "buffers": "messages.html#buffers-and-batchnorm",
+    "faults": "losses.html#when-something-dies",
+    "kubernetes": "launchers.html#kubernetes",
+    "lightning": "data.html#lightning",
+    "logging": "debugging.html#logging",
+    "many_workers": "put.html#large-models-on-many-workers",
+    "mirror": "put.html#a-model-that-every-worker-steps",
+    "mixed_precision": "gpus.html#mixed-precision",
+    "module_state": "meta_modules.html#module-state",
+    "per_layer": "hyperparameters.html#hyper-parameters-for-each-layer-and-frozen-layers",
+    "remat": "replaying.html#compute-a-part-again",
+    "report": "debugging.html#report-a-problem",
+    "security": "transports.html#security",
+    "terms": "api.html#terms",
+    "transformers": "compile.html#transformers-and-attention",
+    "unstable": "estimates.html#unstable-meta-gradients",
+    "visual": "debugging.html#pictures-of-the-graph",
+}
+"""Addresses that pages had before they became sections → these sections."""
 
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"  # what a program prints has none
@@ -120,6 +142,39 @@ def caption_blocks(app: Sphinx, page: str, text: list[str]) -> None:
         text[0] = re.sub(of_make_gallery, drawn, text[0], flags=re.MULTILINE)
 
 
+SYNONYMS = {
+    "checkpoints": "save, resume, restore",
+    "coming_from": "higher, learn2learn, betty, jaxopt, optax",
+    "compile": "inductor, dynamo, jit, fullgraph, attention, gpt",
+    "data": "omniglot, episode, dataloader, lightning",
+    "debugging": "nan, breakpoint, pdb, tensorboard, wandb, tqdm, graphviz",
+    "estimates": "nes, openai-es, black-box, reinforce",
+    "evaluation": "inference, no_grad, validation",
+    "gpus": "cuda, nccl, amp, autocast, bfloat16, fp16",
+    "hyperparameters": "hyperparameter, hypergradient, hpo, fine-tune, finetune, fine, tune",
+    "implicit": "deq, equilibrium, imaml, bilevel, argmin, kkt",
+    "inner_loops": "unroll, unrolled, maml, meta-learning, metalearning, bilevel, functional",
+    "launch": "jupyter, notebook, spawn, ssh, multiprocessing",
+    "launchers": "mpi, mpirun, srun, ray, dask, k8s, kubernetes, submitit",
+    "learned_optimizers": "l2o, lstm",
+    "lora": "peft, adapter, fine-tune, finetune, fine, tune",
+    "losses": "fault, crash, sigkill, preemption, oom",
+    "one_loop": "ddp, fsdp, zero, data-parallel",
+    "put": "broadcast, parameter server, shared memory",
+    "replaying": "checkpointing, rematerialization, recompute, memory",
+    "slurm": "sbatch, cluster, hpc",
+    "torch_optimizers": "differentiable optimizer",
+    "zero_order": "zeroth-order, evolution, finite difference",
+}
+"""What people type into the search → pages that have no such word, or not in a heading."""
+
+
+def add_synonyms(app: Sphinx, page: str, text: list[str]) -> None:
+    """Sphinx searches the keywords of a page, too."""
+    if page in SYNONYMS:
+        text[0] = f"---\nmyst:\n  html_meta:\n    keywords: {SYNONYMS[page]}\n---\n{text[0]}"
+
+
 def caption_included_blocks(app: Sphinx, path: Any, page: str, text: list[str]) -> None:
     """The same for the parts of README.md that the first page includes."""
     caption_blocks(app, page, text)
@@ -130,6 +185,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", make_pictures_and_pages)
     app.connect("builder-inited", one_signature)
     app.connect("source-read", caption_blocks)
+    app.connect("source-read", add_synonyms)
     app.connect("include-read", caption_included_blocks)
     app.connect("autodoc-process-docstring", no_type_before_colon, priority=400)
     app.connect("missing-reference", from_any_module, priority=400)

@@ -197,6 +197,24 @@ def draw_efficiency() -> None:
     figure.savefig(FOLDER / "efficiency.svg", metadata={"Date": None})
 
 
+# --- Data -----------------------------------------------------------------------------------------------------
+
+
+def draw_letters() -> None:
+    """A row of drawings for each of some classes: of the training scripts, and of those for tests."""
+    split = todist.data.glyphs(rotations=False)
+    figure = Figure(figsize=(11, 3.5), layout="constrained")
+    for axes, part, title in zip(
+        figure.subplots(1, 2), (split.train, split.test), ("to train on", "for tests"), strict=True
+    ):
+        classes = range(len(part.names) // 12, len(part.names), len(part.names) // 7)
+        shown = torch.stack([part[part.labels == number][0][:, 0] for number in classes])
+        axes.imshow(shown.permute(0, 2, 1, 3).flatten(2).flatten(0, 1), cmap="gray_r")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_axis_off()
+    figure.savefig(FOLDER / "letters.svg", metadata={"Date": None})
+
+
 # --- Pictures of README ---------------------------------------------------------------------------------------
 
 
@@ -234,6 +252,7 @@ def make() -> None:
     FOLDER.mkdir(exist_ok=True)
     draw_growth()
     draw_efficiency()
+    draw_letters()
     draw_graph(graph_of_two_steps(), FOLDER / "two_steps.svg")
     todist.launch(timeline, args=(FOLDER / "timeline.svg",), nproc_per_host=2, rpc=True)
 

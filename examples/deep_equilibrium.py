@@ -3,9 +3,9 @@
     python examples/deep_equilibrium.py
 
 A deep equilibrium model (Bai et al., 2019, https://arxiv.org/abs/1909.01377) has one cell, ``tanh(W z + U x + b)``. Its
-output is the ``z`` that the cell does not change. Anderson's method finds it, and the gradient comes from one linear
-system, so memory does not grow with the iterations. ``--adjoint unrolled`` differentiates the
-iterations instead.
+output is the ``z`` that the cell does not change. ``todist.nn.Equilibrium`` finds it by Anderson's method, and the
+gradient comes from one linear system, so memory does not grow with the iterations. ``--adjoint unrolled``
+differentiates the iterations instead.
 
 The data are scikit-learn's ``load_digits``: 1,400 images of 8x8 pixels to train on, and 397 held out, of which the
 model recognizes some 90 %. The picture shows the accuracy, and the number of iterations that Anderson's method and
@@ -25,48 +25,35 @@ from torch import Tensor, nn
 
 from torchopt_dist import linear_solve, nonlinear_solve
 from torchopt_dist.diff.implicit import Adjoint
+from torchopt_dist.nn import Equilibrium
 
 TOLERANCE = 1e-4
 
 
-def cell(z: Tensor, weight: Tensor, injected: Tensor) -> Tensor:
-    return torch.tanh(z @ weight.T + injected)
+class Cell(nn.Module):
+    """A point, images → the next point."""
 
-
-class Equilibrium(nn.Module):
-    """Images → the cell's fixed point for each."""
-
-    def __init__(self, inputs: int, width: int, adjoint: Adjoint) -> None:
+    def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
         self.inject = nn.Linear(inputs, width)
         self.weight = nn.Parameter(0.3 * torch.randn(width, width) / width**0.5)
-        self.iterations = 0
-        self.solver = nonlinear_solve.anderson(
-            rtol=TOLERANCE,
-            maxiter=50,
-            unroll=adjoint == "unrolled",
-            solve=linear_solve.solve_gmres(rtol=TOLERANCE),
-        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        injected = self.inject(x)
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
         # A spectral norm below 1 makes the cell a contraction, so there is exactly one fixed point.
         weight = self.weight / torch.linalg.matrix_norm(self.weight, 2).clamp(min=0.9) * 0.9
-        fixed_point, info = self.solver.with_info(
-            lambda z: cell(z, weight, injected), torch.zeros_like(injected)
-        )
-        self.iterations = int(info.iterations)
-        solution: Tensor = fixed_point
-        return solution
+        return torch.tanh(z @ weight.T + self.inject(x))
 
-    def plain_iterations(self, x: Tensor) -> int:
-        """How many iterations would have done the same without Anderson's mixing."""
-        with torch.no_grad():
-            injected = self.inject(x)
-            weight = self.weight / torch.linalg.matrix_norm(self.weight, 2).clamp(min=0.9) * 0.9
-            solver = nonlinear_solve.fixed_point_iteration(rtol=TOLERANCE, maxiter=500)
-            _, info = solver.with_info(lambda z: cell(z, weight, injected), torch.zeros_like(injected))
-        return int(info.iterations)
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), len(self.weight))
+
+
+def layers(cell: Cell, adjoint: Adjoint) -> tuple[Equilibrium, Equilibrium]:
+    """The layer to train, by Anderson's method; and the same one by plain iteration, to compare."""
+    unroll = adjoint == "unrolled"
+    solver = nonlinear_solve.anderson(rtol=TOLERANCE, maxiter=50, unroll=unroll)
+    plain = nonlinear_solve.fixed_point_iteration(rtol=TOLERANCE, maxiter=500)
+    backward = None if unroll else linear_solve.solve_gmres(rtol=TOLERANCE)
+    return Equilibrium(cell, solver, backward, init=cell.start), Equilibrium(cell, plain, init=cell.start)
 
 
 def main() -> None:
@@ -80,7 +67,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
-    layer = Equilibrium(64, args.width, args.adjoint)
+    layer, plain = layers(Cell(64, args.width), args.adjoint)
     model = nn.Sequential(layer, nn.Linear(args.width, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     accuracies, iterations = [], []
@@ -91,7 +78,8 @@ def main() -> None:
             optimizer.step()
         with torch.no_grad():
             accuracies.append(float((model(x[1400:]).argmax(1) == y[1400:]).float().mean()))
-        iterations.append((layer.iterations, layer.plain_iterations(x[1400:])))
+            needed = [int(one.with_info(x[1400:])[1].iterations) for one in (layer, plain)]
+        iterations.append((needed[0], needed[1]))
         print(
             f"epoch {epoch}: held-out accuracy {accuracies[-1]:.1%}, "
             f"{iterations[-1][0]} iterations by Anderson, {iterations[-1][1]} plain"

@@ -10,7 +10,7 @@ adapts the model: ``step`` gets a function, and calls it with gradients enabled.
 If Lightning is not installed, the program says so and ends.
 
 A task is a sine of some phase, with ten points to adapt to and ten to test on. The program runs in one process;
-``docs/lightning.md`` shows how to spread the tasks over workers.
+``docs/data.md`` shows how to spread the tasks over workers.
 
 By hand, with Lightning 2.6.6, the loss on new sines fell from 0.30 to 0.08 in single precision, and to 0.09 as
 ``bf16-mixed``.

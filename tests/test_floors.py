@@ -50,7 +50,12 @@ MAY_IMPORT = {
     **dict.fromkeys(("ops", "linear_solve", "schedule"), GROUND),
     **dict.fromkeys(("transform", "linalg"), FIRST),
     "nonlinear_solve": FIRST | {"diff.implicit"},
-    "nn": FIRST | {"diff.implicit", "diff.zero_order"},  # functions of functions, which know no modules
+    "nn": FIRST
+    | {
+        "nonlinear_solve",
+        "diff.implicit",
+        "diff.zero_order",
+    },  # functions of functions, which know no modules
     "diff": FIRST,  # functions of functions; below are the parts of it that know optimizers' steps and modules
     "diff.inner_loop": SECOND
     | {"diff", "diff.adjoints", "diff.replay", "diff.compiled", "diff.data_parallel"},
@@ -59,6 +64,7 @@ MAY_IMPORT = {
     "diff.adjoints": SECOND | {"diff", "diff.replay"},
     "diff.replay": SECOND | {"diff", "diff.adjoints"},
     "optim": SECOND | {"diff"},
+    "attribution": SECOND | {"diff", "diff.adjoints", "diff.inner_loop", "optim", "distributed"},
     "visual": GROUND | {"nn"},
     "distributed": BELOW | set(ROOMS),  # the doors: what users call
     **{room: BELOW | set(ROOMS[:floor]) for floor, room in enumerate(ROOMS)},

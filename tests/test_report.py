@@ -21,7 +21,7 @@ import torchopt_dist as todist
 from tests.processes import python
 from torchopt_dist import __main__ as program
 from torchopt_dist import report as page
-from torchopt_dist.launching import _cluster as cluster
+from torchopt_dist.launching import cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 SECRETS = {
@@ -167,9 +167,9 @@ def test_without_a_network_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object) -> str:
         raise OSError("Network is unreachable")
 
-    for variable in (*page._network.VARIABLES, "MASTER_ADDR"):
+    for variable in (*page.network.VARIABLES, "MASTER_ADDR"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(page._network, "local_address", unreachable)
+    monkeypatch.setattr(page.network, "local_address", unreachable)
     told = page.collect()["network"]
     assert isinstance(told, dict)
     assert told["to the outside"] == "no route"
@@ -250,7 +250,7 @@ def test_bytes_that_are_no_text_are_printed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_page_of_the_docs_shows_every_section_and_commands_that_run() -> None:
-    told = (ROOT / "docs" / "report.md").read_text("utf-8")
+    told = (ROOT / "docs" / "debugging.md").read_text("utf-8").partition("## Report a problem")[2]
     assert re.findall(r"^\| `(.+?)` \|", told, re.MULTILINE) == list(page.SECTIONS)
     commands = re.findall(r"^```bash\n(.+)\n```$", told, re.MULTILINE)
     for command, start in zip(commands, ("versions\n", "{"), strict=True):

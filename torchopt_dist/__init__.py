@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torchopt_dist import (
+    attribution,
     data,
     diff,
     errors,
@@ -24,6 +25,7 @@ from torchopt_dist import (
     visual,
 )
 from torchopt_dist.arguments.missing_names import missing_name, tell_missing_names
+from torchopt_dist.attribution import attribute
 from torchopt_dist.checkpoint import Checkpointer
 from torchopt_dist.collectives.team import team
 from torchopt_dist.core.rematerialized import remat
@@ -87,7 +89,7 @@ from torchopt_dist.errors import (
     WorkerLostError,
 )
 from torchopt_dist.launching import Launcher, launch
-from torchopt_dist.launching import _worker as launch_worker
+from torchopt_dist.launching import worker as launch_worker
 from torchopt_dist.nn import extract_state_dict, learned, module_clone, recover_state_dict, stop_gradient
 from torchopt_dist.optim import (
     LAMB,
@@ -205,6 +207,8 @@ __all__ = [
     "adjoints",
     "alive",
     "apply_updates",
+    "attribute",
+    "attribution",
     "auto_init_rpc",
     "autograd",
     "barrier",
@@ -294,6 +298,7 @@ if not TYPE_CHECKING:  # which would take every name for one that exists
 
     _PLACES = tell_missing_names(
         *(
+            attribution,
             transform,
             typing,
             errors,

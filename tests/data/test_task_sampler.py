@@ -167,3 +167,24 @@ def test_items_that_are_no_tensors_and_wrong_indices() -> None:
     images = TaskSampler([("image", number % 2) for number in range(8)], 2, 1, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`dataset` must give tensors, got str at index"):
         images[0]
+
+
+class Batched(Listed):
+    """A dataset with torch's protocol for a batch."""
+
+    def __getitems__(self, places: list[int]) -> list[Any]:
+        self.read -= len(places) - 1  # one for the batch
+        return [self[place] for place in places]
+
+
+def test_a_dataset_that_gives_whole_batches_is_asked_for_them() -> None:
+    plain, batched = Listed(), Batched()
+    tasks = [TaskSampler(data, ways=3, shots=2, queries=1)[4] for data in (plain, batched)]
+    assert (plain.read, batched.read) == (9, 2)
+    for one, two in zip(*tasks, strict=True):
+        assert torch.equal(one, two)
+    assert TaskSampler(Batched(), ways=3, shots=2, queries=0)[4].query.shape == (0, 2)
+    nothing = Batched(lambda number: number)
+    nothing.__class__ = type("Nothing", (Batched,), {"__getitem__": lambda *_: (None, 0)})
+    with pytest.raises(TypeError, match="must give tensors, got NoneType at index"):
+        TaskSampler(nothing, ways=3, shots=2, queries=1)[4]

@@ -309,6 +309,35 @@ def _parameters(rank: int, size: int, optimizer: str, **settings: Any) -> Number
     return Problem(rank, size, Deep).gradients(adjoint, OPTIMIZERS[optimizer], parts=parts)
 
 
+def _in_parts(rank: int, size: int, adjoint: str) -> Numbers:
+    """Micro-batches on ranks, a whole batch on one."""
+    problem = Problem(rank, size)
+    if not dist.is_initialized():
+        return problem.gradients(ADJOINTS[adjoint], OPTIMIZERS["clipped"])
+    return problem.gradients(ADJOINTS[adjoint], OPTIMIZERS["clipped"], accumulate=4)
+
+
+def _in_parts_of_blocks(rank: int, size: int) -> Numbers:
+    """Micro-batches for which ranks gather the parameters block by block."""
+    problem = Problem(rank, size, Deep)
+    options = {"parts": {"shard": "parameters"}, "accumulate": 3} if dist.is_initialized() else {}
+    return problem.gradients(ADJOINTS["blocks"], OPTIMIZERS["adam"], **options)
+
+
+def _counted(rank: int, size: int, adjoint: str) -> Numbers:
+    """Examples that do not all count, so that ranks and micro-batches have different numbers of them."""
+    problem = Problem(rank, size)
+
+    def loss(model: Any, at: Tensor) -> Any:
+        counts = (at % 5 < 2 + at % 2).to(torch.float64)
+        each = F.cross_entropy(model(problem.x[at]), problem.y[at], reduction="none")
+        total = (problem.own[(at - rank) // size] * each * counts).sum()
+        return (total, counts.sum()) if dist.is_initialized() else total / counts.sum()
+
+    options = {"accumulate": 3} if dist.is_initialized() else {}
+    return problem.gradients(ADJOINTS[adjoint], OPTIMIZERS["adam"], loss=loss, **options)
+
+
 def _stop(number: int, loss: Tensor) -> bool:
     return number == 4
 
@@ -352,6 +381,15 @@ for _name in ("recorded", "replayed"):
     ASKED[f"parts tied {_name}"] = partial(_parts, adjoint=_name, optimizer="adamw", make=Frozen)
 for _name in OTHERS:
     ASKED[f"few {_name}"] = partial(_gradients, adjoint="replayed", optimizer=_name, steps=3)
+for _name in ADJOINTS:
+    ASKED[f"micro-batches {_name}"] = partial(_in_parts, adjoint=_name)
+for _name in ("recorded", "replayed"):
+    ASKED[f"micro-batches, parts {_name}"] = lambda rank, size, name=_name: _parts(
+        rank, size, name, "adam", **({"accumulate": 3} if dist.is_initialized() else {})
+    )
+ASKED["micro-batches, parameters"] = _in_parts_of_blocks
+for _name in ("recorded", "replayed", "truncated", "first order", "finite difference"):
+    ASKED[f"counted {_name}"] = partial(_counted, adjoint=_name)
 ASKED["parameters adamw"] = partial(_parameters, optimizer="adamw")
 ASKED["parameters momentum"] = partial(_parameters, optimizer="momentum", store="cpu")
 ASKED["parameters adam"] = partial(_parameters, optimizer="adam", snapshots=3)

@@ -22,7 +22,6 @@ import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
 from tests.diff.adjoint_table import ALL, OPTIMIZERS, Problem, gradients
 from torchopt_dist.core import programs
-from torchopt_dist.diff.compiled import _program
 
 pytestmark = [
     pytest.mark.compiles,
@@ -45,8 +44,8 @@ def _traced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     of_table = "optimizer" in request.node.name
     if not (request.node.name == "test_kernels" or (of_table and MORE)):
         backend = "eager" if of_table else "aot_eager"
-        monkeypatch.setattr(programs, "how_to_compile", lambda _constant, **_: {"backend": backend})
-    _program._program.cache_clear()
+        monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": backend})
+    programs.programs_of.cache_clear()
     torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*compile=True")
@@ -133,7 +132,14 @@ OF_STRATEGIES = ("sgd module", "adam of numbers module", "schedule module", "ada
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "kind"), [*((name, "module") for name in OPTIMIZERS), ("adamw", "tree")]
+    ("optimizer", "kind"),
+    [
+        *(
+            pytest.param(name, "module", marks=[] if name in ("sgd", "adam") else pytest.mark.nightly)
+            for name in OPTIMIZERS
+        ),
+        pytest.param("adamw", "tree", marks=pytest.mark.nightly),
+    ],
 )
 def test_every_adjoint_with_every_optimizer(optimizer: str, kind: str) -> None:
     problem = Problem(kind, optimizer)
@@ -235,6 +241,7 @@ def test_implicit_gradients() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.nightly
 def test_a_pair_of_loops_goes_to_another_process_and_is_compiled_there() -> None:
     """As with ``parallel=``: what a worker gets is a pickle, and it has no program yet."""
     problem, sent = Problem("module", "adam"), []
@@ -242,9 +249,9 @@ def test_a_pair_of_loops_goes_to_another_process_and_is_compiled_there() -> None
     def elsewhere(pairs: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def run(seeds: Tensor) -> Tensor:
             sent.append(cloudpickle.dumps(pairs))
-            _program._program.cache_clear()
+            programs.programs_of.cache_clear()
             made: Tensor = cloudpickle.loads(sent[-1])(seeds)
-            assert _program._program.cache_info().currsize > 0
+            assert programs.programs_of.cache_info().currsize > 0
             return made
 
         return run
@@ -466,7 +473,7 @@ def test_what_the_compiler_refuses_runs_as_it_is() -> None:
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     expected = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3)
     for adjoint in (todist.Recorded(), todist.Replayed(), todist.FirstOrder()):
-        _program._program.cache_clear()
+        programs.programs_of.cache_clear()
         with pytest.warns(
             UserWarning, match="runs as without it, since the compiler refuses it: .*[Bb]ranch"
         ):
@@ -488,7 +495,7 @@ def test_without_a_cpp_compiler_the_loop_runs_as_it_is(monkeypatch: pytest.Monke
     def no_compiler(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("No working C++ compiler found")
 
-    monkeypatch.setattr(programs, "how_to_compile", lambda _constant, **_: {"backend": no_compiler})
+    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": no_compiler})
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     with pytest.warns(
         UserWarning, match=r"No working C\+\+ compiler found \(install one, .*`apt install g\+\+`"
@@ -529,6 +536,7 @@ def test_errors_of_the_loss_are_the_loops_own() -> None:
         )
 
 
+@pytest.mark.nightly
 def test_kernels() -> None:
     """With torch's own compiler, dropout and all."""
     assert_same(todist.Replayed(), net(nn.Dropout(0.3), nn.GELU()), lambda lr: todist.adam(lr=lr))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from torchopt_dist.core import programs
-from torchopt_dist.diff.compiled import _program
+from torchopt_dist.diff.adjoints._loop import Loop
 
 pytestmark = [
     pytest.mark.compiles,
@@ -39,7 +39,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return graph
 
     monkeypatch.setattr(programs, "_inductor", noted)
-    _program._program.cache_clear()
+    programs.programs_of.cache_clear()
     torch.compiler.reset()
     made.clear()
     with warnings.catch_warnings():
@@ -228,7 +228,7 @@ def test_what_is_numpys_is_refused_by_name(name: str, caplog: pytest.LogCaptureF
         result = todist.inner_loop(lambda w, x: loss(w, x, k), todist.sgd(lr=0.1), w, [X, X], compile=compile)
         return [result.losses, result.params]
 
-    with pytest.warns(UserWarning, match="runs as without it since it reads `.*`, of numpy"):
+    with pytest.warns(UserWarning, match="runs as without it, since .* is (a|the module) numpy"):
         both(run)
     assert not made
     assert not caplog.records
@@ -245,7 +245,7 @@ def test_numpys_batches_are_refused(batch: Any) -> None:
         )
         return [result.losses, result.params]
 
-    with pytest.warns(UserWarning, match="it reads its batch, of numpy"):
+    with pytest.warns(UserWarning, match=r"since its batch\[1\] is a numpy"):
         both(run)
     assert not made
 
@@ -332,7 +332,7 @@ def test_a_whole_number_that_decides_is_part_of_the_key() -> None:
     both(run)
 
 
-def test_other_numbers_of_batches_get_two_programs() -> None:
+def test_other_numbers_of_a_batch_are_an_input_of_the_second_program() -> None:
     w = torch.ones(2, requires_grad=True)
 
     def run(compile: bool) -> list[Tensor]:
@@ -342,38 +342,122 @@ def test_other_numbers_of_batches_get_two_programs() -> None:
         )
         return [result.losses, result.params]
 
-    with pytest.warns(UserWarning, match="none of the first 2, since each needs a program"):
-        both(run)
+    both(run)
     assert len(made) == 2
 
 
-def test_one_kind_too_many_switches_no_other_off(caplog: pytest.LogCaptureFixture) -> None:
+NUMBER = 2.0
+WHOLE = 2
+
+
+def of_global(w: Tensor) -> Tensor:
+    return NUMBER * (w**2).sum()
+
+
+def of_whole_global(w: Tensor) -> Tensor:
+    return WHOLE * (w**2).sum()
+
+
+def with_global(name: str, value: Any) -> Any:
+    globals()[name] = value
+    return of_whole_global if name == "WHOLE" else of_global, todist.sgd(lr=0.01)
+
+
+def with_default(value: Any) -> Any:
+    def loss(w: Tensor, by: Any = value) -> Tensor:
+        return by * (w**2).sum()
+
+    return loss, todist.sgd(lr=0.01)
+
+
+class Powers(nn.Module):
+    """A module that has a number."""
+
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, w: Tensor) -> Tensor:
+        return self.by * (w**2).sum()
+
+
+NUMBERS: dict[str, Callable[[int], Any]] = {
+    "a learning rate": lambda k: (lambda w: (w**2).sum(), todist.sgd(lr=0.01 * k)),
+    "a number of momentum": lambda k: (lambda w: (w**2).sum(), todist.sgd(lr=0.01, momentum=0.1 * k)),
+    "a schedule's": lambda k: (lambda w: (w**2).sum(), todist.sgd(lr=lambda step: 0.01 * k * 0.9**step)),
+    "a closure's": lambda k: (lambda w: 0.5 * k * (w**2).sum(), todist.sgd(lr=0.01)),
+    "a whole one": lambda k: (lambda w: k * (w**2).sum(), todist.sgd(lr=0.01)),
+    "an entry": lambda k: (
+        functools.partial(lambda of, w: of[0] * (w**2).sum(), [0.5 * k]),
+        todist.sgd(lr=0.01),
+    ),
+    "a global": lambda k: with_global("NUMBER", 0.5 * k),
+    "a whole global": lambda k: with_global("WHOLE", k),
+    "a default": lambda k: with_default(0.5 * k),
+    "a whole default": with_default,
+    "a module's": lambda k: (Powers(0.5 * k), todist.sgd(lr=0.01)),
+    "a whole one of a module": lambda k: (Powers(k), todist.sgd(lr=0.01)),
+    "an index": lambda k: (lambda w: w[k % 2] ** 2 + w.sum(), todist.sgd(lr=0.01)),
+}
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_changes_is_an_input_of_the_second_program(name: str) -> None:
     w = torch.ones(2, requires_grad=True)
-    calls = []
+    counts = []
+    for k in (3, 4, 5, 6, 3):
 
-    def run(rate: float, compile: bool) -> list[Tensor]:
+        def run(compile: bool, k: int = k) -> list[Tensor]:
+            loss, optimizer = NUMBERS[name](k)
+            result = todist.inner_loop(loss, optimizer, w, 2, compile=compile)
+            return [result.losses, result.params]
+
+        both(run)
+        counts.append(len(made))
+    assert counts == [1, 2, 2, 2, 2]
+
+
+def test_one_program_too_many_switches_no_other_off(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a number decides, so it is no input."""
+    monkeypatch.setattr(programs, "LIMIT", 3)
+    w = torch.ones(2, requires_grad=True)
+
+    def run(times: int, compile: bool) -> list[Tensor]:
         def loss(w: Tensor) -> Tensor:
-            return (w**2).sum()
+            return torch.stack([(w**2).sum() for _ in range(times)]).sum()
 
-        def counted(w: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling():
-                calls.append(rate)
-            return loss(w)
-
-        result = todist.inner_loop(counted, todist.sgd(lr=rate), w, 5, compile=compile)
+        result = todist.inner_loop(loss, todist.sgd(lr=0.01), w, 5, compile=compile)
         return [result.losses, result.params]
 
-    limit = torch._dynamo.config.recompile_limit
-    rates = [0.01 * (place + 1) for place in range(limit + 2)]
-    for rate in rates[:limit]:
-        both(functools.partial(run, rate))
-    assert len(made) == limit
-    with pytest.warns(
-        UserWarning, match=r"`torch._dynamo.config.recompile_limit` .*the last one for `.* == 0\.08"
-    ):
-        both(functools.partial(run, rates[limit]))
-    both(functools.partial(run, rates[limit + 1]))  # said once
-    calls.clear()
-    run(rates[0], True)
-    assert len(calls) == 1  # to see which parameters the loss uses
+    for times in (1, 2, 3):
+        both(functools.partial(run, times))
+    assert len(made) == 3
+    with pytest.warns(UserWarning, match="since `times` differs from that in each of its 3 programs"):
+        both(functools.partial(run, 4))
+    both(functools.partial(run, 5))  # said once
+    monkeypatch.setattr(Loop, "recorded_step", None)
+    for times in (1, 2, 3):
+        run(times, True)
     assert not [record for record in caplog.records if "limit" in record.getMessage()]
+
+
+def test_one_shape_too_many_switches_no_other_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "LIMIT", 2)
+    w = torch.ones(1, requires_grad=True)
+
+    def run(rows: int, compile: bool) -> list[Tensor]:
+        given = [torch.ones(rows)] * 2
+        return [
+            todist.inner_loop(
+                lambda w, x: (w * x).sum() ** 2, todist.sgd(lr=0.01), w, given, compile=compile
+            ).losses
+        ]
+
+    for rows in (1, 2):
+        both(functools.partial(run, rows))
+    with pytest.warns(UserWarning, match="since its batch differs from that in each of its 2 programs"):
+        both(functools.partial(run, 3))
+    for rows in (1, 2):
+        both(functools.partial(run, rows))
+    assert len(made) == 2

@@ -40,7 +40,12 @@ def close(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for size in cases.NAMES for name in cases.NAMES[size]]
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=pytest.mark.nightly if size == 4 else [])
+        for size in cases.NAMES
+        for name in cases.NAMES[size]
+    ],
 )
 def test_ranks_give_what_one_gives(name: str, size: int) -> None:
     own, *rest = alone()[name]
@@ -211,6 +216,7 @@ def test_mean_over_and_vary_over_have_every_derivative() -> None:
         close(found["mapped"], torch.stack([gradient, 32 * gradient]).tolist())
 
 
+@pytest.mark.nightly
 def test_each_rank_keeps_its_part_and_sends_what_the_closed_form_says() -> None:
     made = todist.launch(memory.history_and_peaks, nproc_per_host=4, backend="gloo")
     share, steps = 3 / 4, 16

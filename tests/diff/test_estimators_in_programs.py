@@ -516,3 +516,25 @@ def test_meta_tensors_are_followed_wherever_a_loss_uses_them(way, adjoint):
         return [grad, *(torch.autograd.grad(grad.sum(), m) if of_second_order else [])]
 
     torch.testing.assert_close(found(PRODUCTS[way]), found(torch.mul), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("link", ["lookahead", "schedule_free"])
+def test_a_state_that_begins_with_the_first_parameters_gets_their_noise(link):
+    w = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    still = todist.sgd(lr=0.0)
+    optimizer = {
+        "lookahead": todist.transform.lookahead(still, 1, 0.5),
+        "schedule_free": todist.transform.schedule_free(still, 0.9),
+    }[link]
+
+    def gradient(optimizer, **options):
+        torch.manual_seed(0)
+        made = todist.inner_loop(
+            lambda p: (p - 0.1 * w).square().sum(), optimizer, w, 3, meta=w,
+            adjoint=todist.EvolutionStrategies(samples=2, sigma=0.1), **options,
+        )  # fmt: skip
+        return torch.autograd.grad(made.params.sum(), w)[0]
+
+    torch.testing.assert_close(gradient(optimizer), gradient(still))  # by both the parameters stay
+    given = optimizer.init(w.detach())  # has no noise, and draws the parameters to where it began
+    assert (gradient(optimizer, state=given).abs() < 0.8 * gradient(still).abs()).all()

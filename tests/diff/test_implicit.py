@@ -186,6 +186,21 @@ def test_samples_with_one_solution_in_common_have_gradients_of_their_own(nested)
     torch.testing.assert_close(torch.autograd.grad(grad.sum(), a)[0], -weights / 4 / 27)  # a ** -1.5
 
 
+@pytest.mark.parametrize("order", [1, 2])
+def test_an_argument_that_the_equation_does_not_use_has_zeros(order):
+    @custom_root(lambda x, a, b: x**2 - a, argnums=(1, 2))
+    def solver(x, a, b):
+        return a.sqrt()
+
+    a = torch.tensor(4.0, requires_grad=True)
+    unused = torch.tensor(3.0, requires_grad=True)
+    found = solver(torch.tensor(1.0), a, unused)
+    for _ in range(order):
+        (found, zero) = torch.autograd.grad(found, (a, unused), create_graph=True)
+        assert zero == 0
+    assert found.item() == pytest.approx([0.25, -1 / 32][order - 1])
+
+
 def test_autograd_inside_the_optimality_function():
     """``torch.autograd.grad`` of an objective, as a program without ``torch.func`` writes it."""
 

@@ -19,7 +19,7 @@ import torchopt_dist as todist
 from torchopt_dist.diff.implicit import custom_fixed_point, custom_root
 
 MORE = os.environ.get("TODIST_FUZZ_LOOPS")
-LAYERS = int(MORE or 20)
+LAYERS = [int(MORE)] if MORE else [8, pytest.param(20, marks=pytest.mark.nightly)]
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or (random.randrange(10**9) if MORE else 0))
 D = torch.float64
 TIGHT: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-13, "not_converged": "ignore"}
@@ -157,10 +157,11 @@ WAYS: dict[str, Callable[..., list[Tensor]]] = {
 }
 
 
-@pytest.mark.timeout(max(300, LAYERS))
-def test_random_layers_have_the_gradients_of_unrolled_ones() -> None:
-    print(f"TODIST_FUZZ_SEED={SEED}: {LAYERS} layers")
-    for seed in range(SEED, SEED + LAYERS):
+@pytest.mark.timeout(max(300, int(MORE or 0)))
+@pytest.mark.parametrize("layers", LAYERS)
+def test_random_layers_have_the_gradients_of_unrolled_ones(layers: int) -> None:
+    print(f"TODIST_FUZZ_SEED={SEED}: {layers} layers")
+    for seed in range(SEED, SEED + layers):
         drawn = Drawn(seed)
         way = WAYS[drawn.way]
         found, expected = drawn.found(drawn.layer, way), drawn.found(drawn.by_hand, way)

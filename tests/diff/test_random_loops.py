@@ -20,7 +20,7 @@ import torchopt_dist as todist
 from torchopt_dist.core import programs
 
 MORE = os.environ.get("TODIST_FUZZ_LOOPS")
-LOOPS = int(MORE or 15)
+LOOPS = [int(MORE)] if MORE else [8, pytest.param(15, marks=pytest.mark.nightly)]
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or (random.randrange(10**9) if MORE else 0))
 D = torch.float64
 TASKS, ROWS = 2, 5
@@ -159,12 +159,15 @@ class Drawn:
         return [made.detach() for made in found]
 
 
-@pytest.mark.timeout(max(300, 4 * LOOPS))
+@pytest.mark.timeout(max(300, 4 * int(MORE or 0)))
+@pytest.mark.parametrize("loops", LOOPS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_random_loops_have_the_gradients_of_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "how_to_compile", lambda _constant, **_: {"backend": "aot_eager"})
-    print(f"TODIST_FUZZ_SEED={SEED}: {LOOPS} loops")
-    for seed in range(SEED, SEED + LOOPS):
+def test_random_loops_have_the_gradients_of_recorded_ones(
+    monkeypatch: pytest.MonkeyPatch, loops: int
+) -> None:
+    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": "aot_eager"})
+    print(f"TODIST_FUZZ_SEED={SEED}: {loops} loops")
+    for seed in range(SEED, SEED + loops):
         drawn = Drawn(seed)
         expected = drawn.found(todist.Recorded(), vmap=False)
         ways = {"replayed": (drawn.adjoint(), False)}

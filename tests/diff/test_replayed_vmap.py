@@ -55,8 +55,8 @@ def test_first_parameters_meta_tensors_rates_and_batches_that_are_mapped_over(op
         return (made.params(x) - y).square().mean() + (made.losses * torch.arange(1, 4)).sum()
 
     ins = [*problem.net.parameters(), problem.weights, problem.lr, xs]
-    for snapshots in (2, None):
-        agree(task, ins, xs, ys, replayed=todist.Replayed(snapshots=snapshots))
+    for adjoint in (REPLAYED, todist.Replayed(), RECORDED, todist.Truncated(3)):
+        agree(task, ins, xs, ys, replayed=adjoint)
 
 
 def test_samples_with_rates_parameters_and_states_of_their_own_that_stop_by_number():
@@ -139,6 +139,30 @@ def test_a_step_that_is_run_again_draws_the_same_numbers(randomness):
         return torch.autograd.grad(torch.vmap(task, randomness=randomness)(xs).sum(), p)[0]
 
     torch.testing.assert_close(gradient(todist.Replayed(snapshots=1)), gradient(RECORDED))
+
+
+def test_recorded_loops_need_no_declaration_and_have_every_transform_that_they_had():
+    hidden, x = torch.tensor(0.7, dtype=D, requires_grad=True), torch.randn(3, 4, dtype=D)
+
+    def total(scale):
+        def task(x):
+            return todist.inner_loop(
+                lambda p: (hidden * scale * (p - x) ** 4).sum(), todist.adam(lr=0.1, eps=1e-2), x.flip(0), 3
+            ).params.square().sum()  # fmt: skip
+
+        return torch.vmap(task)(x).sum()
+
+    one = torch.ones((), dtype=D, requires_grad=True)
+    (slope,) = torch.autograd.grad(total(one), one, create_graph=True)
+    (curve,) = torch.autograd.grad(slope, one)
+    (of_hidden,) = torch.autograd.grad(total(one), hidden)
+    torch.testing.assert_close(of_hidden * hidden, slope)  # the loss knows only their product
+    func = torch.func
+    for found in (func.grad(total)(one), func.jacrev(total)(one), func.jacfwd(total)(one)):
+        torch.testing.assert_close(found, slope)
+    torch.testing.assert_close(func.hessian(total)(one), curve)
+    step = 1e-5
+    torch.testing.assert_close(slope, (total(1 + step) - total(1 - step)) / (2 * step), rtol=1e-6, atol=1e-8)
 
 
 class _Cube(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 import torchopt_dist as todist
 from torchopt_dist.collectives import watched_group
 from torchopt_dist.distributed import _team_group as teams
+from torchopt_dist.distributed.calls.gather import GRACE_SECONDS
 
 TASKS, EXAMPLES = 3, 8
 REPLAYED = todist.Replayed(sharded=True)
@@ -167,10 +169,22 @@ def message(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def late(enter: Callable[..., object]) -> Callable[..., object]:
+    """A member that takes longer than the others to enter a process group."""
+
+    def entered(*args: Any) -> None:
+        time.sleep(5 * GRACE_SECONDS)
+        enter(*args)
+
+    return entered
+
+
 def on_four() -> dict[str, Any] | None:
     """All cases, on four workers."""
     torch.set_num_threads(1)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tasks", "data"))
+    if todist.get_rank() == 3:
+        teams._enter = late(teams._enter)
     teams.LEFT_SECONDS = watched_group.LEFT_SECONDS = 0.5
     todist.barrier()
     return _cases(mesh) if todist.get_rank() == 0 else None

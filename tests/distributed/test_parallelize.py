@@ -34,6 +34,7 @@ class Model(nn.Module):
         return self(x)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_data_parallel_gradients_equal_one_process(world, size, dtype):

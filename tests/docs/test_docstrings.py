@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import pkgutil
 
 import pytest
@@ -15,6 +16,10 @@ MODULES = [
     for module in pkgutil.walk_packages(torchopt_dist.__path__, "torchopt_dist.")
     if not module.name.endswith("__main__") and "._C" not in module.name
 ]
+ROOMS = {
+    room: [*modules]
+    for room, modules in itertools.groupby(sorted(MODULES), key=lambda module: module.split(".")[1])
+}
 
 
 def examples_of(name: str) -> list[doctest.DocTest]:
@@ -23,15 +28,14 @@ def examples_of(name: str) -> list[doctest.DocTest]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.processes) if ".launch." in name else name for name in MODULES],
+    "room", [pytest.param(room, marks=pytest.mark.processes) if room == "launch" else room for room in ROOMS]
 )
-def test_examples(name: str) -> None:
-    for test in examples_of(name):
-        runner = doctest.DocTestRunner()
-        said: list[str] = []
+def test_examples(room: str) -> None:
+    said: list[str] = []
+    runner = doctest.DocTestRunner()
+    for test in itertools.chain.from_iterable(map(examples_of, ROOMS[room])):
         runner.run(test, out=said.append)
-        assert not runner.failures, "".join(said)
+    assert not runner.failures, "".join(said)
 
 
 def test_there_are_examples() -> None:

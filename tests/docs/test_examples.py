@@ -46,10 +46,19 @@ def programs(text: str) -> dict[str, Program]:
     return found
 
 
-def all_of(kind: str) -> list[object]:
-    """``(page, program)`` of each page that has one of this kind."""
+def all_of(kind: str, daily: tuple[str, ...] | None = None) -> list[object]:
+    """``(page, program)`` of each page that has one of this kind; if daily ones are given, the others are nightly."""
     found = ((page, programs(page.read_text("utf-8")).get(kind)) for page in PAGES)
-    return [pytest.param(page, program, id=page.stem) for page, program in found if program is not None]
+    return [
+        pytest.param(
+            page,
+            program,
+            id=page.stem,
+            marks=[] if daily is None or page.stem in daily else pytest.mark.nightly,
+        )
+        for page, program in found
+        if program is not None
+    ]
 
 
 def check_output(program: Program, printed: str) -> None:
@@ -74,7 +83,9 @@ def test_page(page: Path, program: Program, tmp_path: Path) -> None:
     check_output(program, done.stdout)
 
 
-@pytest.mark.parametrize(("page", "program"), all_of("python torchrun"))
+@pytest.mark.parametrize(
+    ("page", "program"), all_of("python torchrun", daily=("README", "getting_started", "gradients"))
+)
 def test_page_on_two_workers(page: Path, program: Program, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program.code)

@@ -18,6 +18,14 @@ def errors(output: str) -> dict[str, float]:
     return {name: float(error) for name, error in found}
 
 
+def test_two_steps_are_alike_on_one_and_two_workers(tmp_path):
+    short = ["--steps", "2", "--samples", "1", "--output", str(tmp_path / "adjoints.png")]
+    spread = errors(torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *short))
+    assert errors(run_python(EXAMPLE, *short)) == pytest.approx(spread, rel=0.02, abs=1e-12)
+    assert {"Recorded()", "SAMA()", "FiniteDifference()"} <= spread.keys()
+
+
+@pytest.mark.nightly
 def test_the_errors_are_ordered_and_those_of_two_workers_are_the_same(tmp_path):
     picture = tmp_path / "new" / "adjoints.png"
     short = ["--steps", "12", "--samples", "2", "--output", str(picture)]

@@ -39,6 +39,7 @@ def test_one_worker_and_two_learn_the_same_rates(tmp_path):
         assert values == pytest.approx(two[name], rel=0.01), name
 
 
+@pytest.mark.nightly
 def test_learned_rates_beat_the_grid(tmp_path):
     picture = tmp_path / "new" / "rates.png"
     found = learn(picture, "--outer-steps", 40, "--inner-steps", 12, "--tasks", 8)

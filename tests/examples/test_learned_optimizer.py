@@ -28,6 +28,7 @@ def test_it_begins_as_adam():
     assert torch.allclose(*losses, rtol=1e-3)
 
 
+@pytest.mark.nightly
 def test_it_becomes_better_than_tuned_adam(tmp_path):
     short = ("--meta-steps", 12, "--steps", 20, "--networks", 4, "--test-networks", 4)
     printed = run_python(EXAMPLE, *short, "--output", tmp_path / "a.png")

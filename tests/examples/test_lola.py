@@ -17,6 +17,14 @@ from tests.processes import torchrun
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lola.py"
 
 
+def test_two_steps_are_alike_on_one_and_two_workers(tmp_path: Path) -> None:
+    words = (EXAMPLE, "--pairs", 3, "--steps", 2, "--output")
+    one = table(run_python(*words, tmp_path / "one.png"))
+    assert one == table(torchrun("--standalone", "--nproc_per_node=2", *words, tmp_path / "two.png"))
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.nightly
 def test_lola_cooperates_and_finds_the_equilibrium_alike_on_one_and_two_workers(tmp_path: Path) -> None:
     words = (EXAMPLE, "--pairs", 12, "--steps", 80, "--output")
     one = table(run_python(*words, tmp_path / "one.png"))

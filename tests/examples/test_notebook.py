@@ -104,6 +104,7 @@ def held_out(names: dict[str, Any], model: torch.nn.Module) -> float:
     return float(np.mean([names["task_loss"].__wrapped__(model, *task).item() for task in tasks]))
 
 
+@pytest.mark.nightly
 def test_it_runs_and_its_numbers_are_those_of_one_process(
     definitions: dict[str, Any], tmp_path: Path
 ) -> None:

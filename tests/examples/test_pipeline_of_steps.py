@@ -13,6 +13,17 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_of_steps.py"
 PERCENT = re.compile(r"(\d+\.\d)%")
 
 
+def test_the_steps_run_on_as_many_workers_as_they_say(tmp_path: Path) -> None:
+    pre_train, adapt, test, drawn = run_python(
+        EXAMPLE, "--steps", "2", "--output", tmp_path / "steps.png"
+    ).splitlines()
+    assert pre_train.startswith("pre-train on 2 workers")
+    assert adapt.startswith("adapt on 1 worker: ")
+    assert test.startswith("test on 2 workers")
+    assert drawn == f"picture: {tmp_path / 'steps.png'}"
+
+
+@pytest.mark.nightly
 def test_the_steps_run_and_adapting_helps(tmp_path: Path) -> None:
     picture = tmp_path / "steps.png"
     output = ("--steps", "80", "--output", str(picture))

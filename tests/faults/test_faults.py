@@ -38,7 +38,21 @@ def test_a_fault_is_told_or_survived_in_time(fault: Fault, tmp_path):
     assert_nothing_is_left(tmp_path)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+DAILY = ("raises in a call", "is killed in a call", "`sys.exit(0)`", "is stopped")
+"""Parts of the names of those faults that `make test` looks at in a launch, too."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault,
+            id=fault.name,
+            marks=[] if any(part in fault.name for part in DAILY) else pytest.mark.nightly,
+        )
+        for fault in FAULTS
+    ],
+)
 def test_a_fault_in_a_launch_is_told_or_survived_in_time(fault: Fault, tmp_path):
     outcome, took = launch(fault, tmp_path, PATIENCE)
     fault.launched(outcome)

@@ -567,11 +567,15 @@ def in_vmap(move: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     return moved
 
 
+IN_VMAP = ROUTES | {"truncated": partial(by_loop, todist.Truncated(1))}
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", [name for name in ALL if not name.endswith(OTHERWISE_IN_VMAP)])
-def test_so_they_are_in_steps_in_vmap(name: str) -> None:
-    found = products(ALL[name], in_vmap(by_meta_sgd))
-    torch.testing.assert_close(found, expected_of(ALL[name]), rtol=1e-5, atol=2e-6)
+def test_so_they_are_in_steps_and_in_loops_in_vmap(name: str) -> None:
+    expected = expected_of(ALL[name])
+    found = {way: products(ALL[name], in_vmap(move)) for way, move in IN_VMAP.items()}
+    torch.testing.assert_close(found, dict.fromkeys(IN_VMAP, expected), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
@@ -581,3 +585,29 @@ def test_what_torch_has_wrong_is_refused(name: str, way: str) -> None:
     row, text = REFUSED[name]
     with pytest.raises(RuntimeError, match=text):
         products(row, ROUTES[way])
+
+
+def near_an_end(
+    adjoint: Any, loss: Callable[[Sequence[Tensor]], Tensor], params: Sequence[Tensor], scale: Tensor
+) -> list[Tensor]:
+    """By a loop whose loss is one of a valley, so that a Hessian can be solved with."""
+    return by_loop(adjoint, lambda own: loss(own) + 5 * sum(p.square().sum() for p in own), params, scale)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.filterwarnings("ignore:.Implicit.* gives no gradient")
+@pytest.mark.parametrize("table", ["zeros", "norms", "sizes"])
+def test_so_they_are_in_implicit_gradients_in_vmap(table: str) -> None:
+    solver = todist.linear_solve.solve_inv()
+    move = partial(near_an_end, todist.Implicit(solver, not_converged="ignore"))
+    seen = 0
+    for name, row in TABLES[table].items():
+        try:
+            expected = products(row, move)
+        except RuntimeError:  # there is no Hessian
+            continue
+        if all(x.isfinite().all() for x in expected):
+            seen += 1
+            found = products(row, in_vmap(move))
+            torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+    assert seen > 15

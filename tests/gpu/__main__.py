@@ -44,7 +44,7 @@ def command_of(part: Part, *, quick: bool) -> list[str]:
     if not part.tests:
         return [sys.executable, "-m", "tests.gpu.figures", *(() if GPU else ("--dry",))]
     there = [plugin for module, plugin in PLUGINS.items() if importlib.util.find_spec(module)]
-    options = ["-q", "--no-header", "-W", IGNORED, "-p", "no:cacheprovider"]
+    options = ["-q", "--no-header", "-m", "", "-W", IGNORED, "-p", "no:cacheprovider"]
     options += [word for plugin in ("tests.gpu.record", *there) for word in ("-p", plugin)]
     if quick and part.quick:
         options += ["-k", part.quick]

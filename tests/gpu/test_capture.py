@@ -19,7 +19,6 @@ from tests.gpu.device import DEVICE, needs_gpu, on_device
 from tests.gpu.record import told
 from tests.gpu.syncs import waits
 from torchopt_dist.core import programs
-from torchopt_dist.diff.compiled import _program
 
 COMPILED = ("recorded", "replayed", "truncated", "first order", "finite difference", "SAMA")
 FORBIDDEN = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -50,8 +49,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=looked_through)
-    monkeypatch.setattr(programs, "how_to_compile", lambda _constant, **_: {"backend": backend})
-    _program._program.cache_clear()
+    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": backend})
+    programs.programs_of.cache_clear()
     torch.compiler.reset()
     return found
 

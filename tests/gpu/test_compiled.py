@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
 from tests.gpu.device import DEVICE, GPU, assert_near, needs_gpu, on_device
-from torchopt_dist.diff.compiled import _program
 
 pytestmark = [
     pytest.mark.compiles,
@@ -45,7 +44,7 @@ def _programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """That a program is not made is an error; without a GPU it is traced, since kernels take minutes there."""
     if not GPU:
         emulate_graphs(monkeypatch)
-    _program._program.cache_clear()
+    programs.programs_of.cache_clear()
     torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*compile=")

@@ -1,4 +1,4 @@
-"""What ``gpus.md``, ``mixed_precision.md``, ``compile.md``, ``one_loop.md`` and ``mirror.md`` say of devices.
+"""What ``gpus.md``, ``compile.md``, ``one_loop.md`` and ``put.md`` say of devices.
 
 The other tests of this folder show the rest; the table on ``gpus.md`` says which.
 """

@@ -5,15 +5,14 @@ import pytest
 from tests.launch.slurm_cluster import Cluster
 from tests.launch.sshd import Sshd
 from tests.warm_python import warm_python
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import Launcher, cluster
 
 
 @pytest.fixture(scope="session")
 def sshd(tmp_path_factory):
     server = Sshd(tmp_path_factory.mktemp("sshd"))
     yield server
-    remote.close_all()
+    cluster.close_all()
     server.stop()
 
 

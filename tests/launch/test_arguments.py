@@ -14,7 +14,7 @@ import tyro
 from tests.launch.families import start_program
 from torchopt_dist import Liveness
 from torchopt_dist.launching import Launcher, add_launcher_args
-from torchopt_dist.launching._command import main
+from torchopt_dist.launching.command import main
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -39,8 +39,6 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
         "max_restarts": 3,
         "on_loss": "continue",
         "max_replacements": 1,
-        "min_hosts": 1,
-        "max_hosts": 2,
         "log_dir": "logs",
         "env_file": ".env",
         "copy_env": ["A*", "B"],
@@ -61,7 +59,10 @@ def test_every_option_is_an_argument_of_the_launcher(tmp_path):
     launcher = Launcher.from_args(parser().parse_args(line))
     assert {name: getattr(launcher, name) for name in given} == given
     options = {action.dest for action in parser()._actions} - {"help", "lr"}
-    assert options == set(given)
+    elastic = {"min_hosts": 1, "max_hosts": 2}  # contradict `on_loss`
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in elastic.items()]
+    assert vars(parser().parse_args(words)).items() >= elastic.items()
+    assert options == {*given, *elastic}
     assert options == {field.name for field in dataclasses.fields(Launcher)} - {"env", "handlers"}
     for text in ("auto", "cpu", "gpu", "gpu:2"):
         assert parser().parse_args(["--nproc-per-host", text]).nproc_per_host == text
@@ -188,7 +189,7 @@ def test_a_launch_that_cannot_be_is_told_without_a_traceback(script, capsys):
 
 def test_ctrl_c_ends_the_command(tmp_path):
     (tmp_path / "sleep.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
-    code = "import sys\nfrom torchopt_dist.launching._command import main\nsys.exit(main(sys.argv[1:]))\n"
+    code = "import sys\nfrom torchopt_dist.launching.command import main\nsys.exit(main(sys.argv[1:]))\n"
     job = start_program(code, "--nproc-per-host", "2", tmp_path / "sleep.py")
     assert job.first_line() == "[rank 0] up\n"
     started = time.monotonic()

@@ -18,9 +18,9 @@ from tests.launch.families import STARTED, assert_gone
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
-from torchopt_dist.launching._handles import WorkerHandle
-from torchopt_dist.launching._ssh import carry, in_loop, log_in
+from torchopt_dist.launching.connections import carry, in_loop, log_in
 from torchopt_dist.launching.logs import WorkerLogs
+from torchopt_dist.launching.states import WorkerHandle
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -121,12 +121,11 @@ def test_what_is_not_read_here_makes_the_writer_elsewhere_wait(sshd, tmp_path):
 
     async def start(end):
         connection = await log_in("node1", str(sshd.config), 5.0, 10.0)
-        process = await connection.create_process(shlex.join(command), encoding=None)
+        process = await connection.run(shlex.join(command))
         return connection, asyncio.create_task(carry(end, process.stdout, process.stdin))
 
     async def stop(connection):
         connection.close()
-        await connection.wait_closed()
 
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launching import _worker as worker
-from torchopt_dist.launching import launch
+from torchopt_dist.launching import launch, worker
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,11 +18,8 @@ import torchopt_dist as todist
 from tests.launch.families import assert_gone, forkserver_of, is_forkserver
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.processes import ON_TWO, start_python
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _forkserver as forkserver
-from torchopt_dist.launching import _remote as remote
-from torchopt_dist.launching._messages import Alive
-from torchopt_dist.launching._stream import Stream
+from torchopt_dist.launching import Launcher, cluster, forkserver
+from torchopt_dist.launching.messages import Alive, Stream
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,7 +45,7 @@ def test_a_connection_is_an_agent_that_gives_signs_of_life_and_its_end_is_the_ag
     deadline = time.monotonic() + 20
     while pid is None:
         assert time.monotonic() < deadline
-        for message, _ in stream.receive() or ():
+        for message in stream.receive() or ():
             assert isinstance(message, Alive)
             pid = message.pid
     assert forkserver_of(pid) == forkserver._server.process.pid
@@ -93,7 +90,7 @@ def test_what_a_connection_says_is_for_its_agent_and_holds_nobody_else_up():
 
 MANY_FILES = """
 import os, resource, signal, socket
-from torchopt_dist.launching import _forkserver as forkserver, _processes as processes
+from torchopt_dist.launching import forkserver, processes
 processes.allow_many_files()
 with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(f"{chr(0)}todist-many-{os.getpid()}")
@@ -120,14 +117,30 @@ def test_a_program_with_more_than_a_thousand_open_files_can_launch():
     assert (out, err) == ("True\n", "")
 
 
+def test_a_server_that_has_ended_is_not_asked_though_its_successor_still_listens(monkeypatch):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(f"\0todist-dying-{os.getpid()}")
+        dying.listen()
+        dying.setblocking(False)
+        old = forkserver._Server(dying.getsockname(), forkserver.read_on_import(os.environ), ended)
+        monkeypatch.setattr(forkserver, "_server", old)
+        with forkserver.connect(os.environ):
+            assert forkserver._server is not old
+        forkserver._server.stop()
+        with pytest.raises(BlockingIOError):
+            dying.accept()
+
+
 SUCCESSION = """
 import os, signal, socket, sys
 from types import SimpleNamespace
 import psutil
 from tests.launch.families import assert_gone
 from tests.waits import wait_until
-from torchopt_dist.launching import _forkserver as forkserver
-from torchopt_dist.launching._stream import FrameReader
+from torchopt_dist.launching import forkserver
+from torchopt_dist.launching.messages import FrameReader
 (imports, begun), (may, go_on) = os.pipe(), os.pipe()
 
 def import_when_told(name):
@@ -141,7 +154,7 @@ def forks_agents():
         reader = FrameReader()
         while not (heard := reader.feed(caller.recv(100))):
             pass
-        return psutil.Process(heard[0][0].pid).ppid()
+        return psutil.Process(heard[0].pid).ppid()
 
 with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(f"{chr(0)}todist-succession-{os.getpid()}")
@@ -205,5 +218,5 @@ def test_where_connections_to_sockets_are_forbidden_a_program_makes_them(tmp_pat
         with pytest.raises(todist.errors.AgentFailedError, match=r"the agent on node[12] died"):
             launcher.run(die)
     finally:
-        remote.close_all(["node1", "node2"])
+        cluster.close_all(["node1", "node2"])
         server.stop()

@@ -301,7 +301,9 @@ def running(tmp_path):
 
 @NEEDS_MACHINES
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize(
+    "name", [*MANIFESTS[:1], *(pytest.param(name, marks=pytest.mark.nightly) for name in MANIFESTS[1:])]
+)
 def test_the_pods_are_one_world_and_draw_the_curve(running, name):
     job = running(name)
     assert job.finish(job.start()) == [0, 0], [job.said(pod) for pod in job.pods]

@@ -1,4 +1,4 @@
-"""Where a launch listens, as ``docs/security.md`` says: at one address, and for the forkserver at no port."""
+"""Where a launch listens, as ``docs/transports.md`` says: at one address, and for the forkserver at no port."""
 
 from __future__ import annotations
 

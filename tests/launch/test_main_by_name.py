@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.families import with_this_server
 from tests.processes import start_python
-from torchopt_dist.launching import _pickling as pickling
+from torchopt_dist.launching import packing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -312,7 +312,7 @@ def functions(**names):
 def test_functions_and_those_that_they_call_are_put_there(main):
     first, *_ = functions(first="return second()", second="return taken()", taken="return 3")
     task = functools.partial(print, functools.partial(first), key=len)
-    pickling.fill_main((task,))
+    packing.fill_main((task,))
     assert main["first"] is first
     assert main["second"] is first.__globals__["second"]
     assert main["taken"] == "before"
@@ -323,7 +323,7 @@ def test_functions_and_those_that_they_call_are_put_there(main):
 def test_without_cloudpickle_s_list_of_classes_work_goes_on(main, monkeypatch):
     monkeypatch.delattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS")
     task = (max, (1, 2), {})
-    assert pickling.unpack_task(pickling.pack_task(*task)) == task
+    assert packing.unpack_task(packing.pack_task(*task)) == task
 
 
 def test_what_a_function_or_a_class_defines_is_not_put_there(main):
@@ -343,9 +343,9 @@ def test_what_a_function_or_a_class_defines_is_not_put_there(main):
     parts = cloudpickle.dumps((*there["outer"](), there["Outer"](), there["Outer"].Nested()))
     code = f"""
 import cloudpickle, sys
-from torchopt_dist.launching import _pickling as pickling
+from torchopt_dist.launching import packing
 parts = cloudpickle.loads({parts!r})
-pickling.fill_main(parts)
+packing.fill_main(parts)
 main = vars(sys.modules["__main__"])
 assert main["Outer"] is type(parts[2])
 assert [type(part).__name__ for part in parts] == ["Local", "function", "Outer", "Nested"]

@@ -30,9 +30,7 @@ from tests.launch.families import (
 )
 from tests.processes import ON_TWO, ROOT, start_python
 from tests.waits import say, soon, wait_until, watch
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _forkserver as forkserver
-from torchopt_dist.launching import _processes as processes
+from torchopt_dist.launching import Launcher, forkserver, processes
 from torchopt_dist.process.signals import INTERRUPT
 
 pytestmark = pytest.mark.timeout(60)
@@ -88,9 +86,10 @@ Launcher(nproc_per_host=2, handlers=[], rpc=sys.argv[2] == "rpc").run(hold_on, P
 
 
 def hold_on(folder):
+    shared = torch.ones(3).share_memory_()  # first: who is killed while torch makes the file leaves it
     start_a_family(folder)
-    torch.ones(3).share_memory_()
     time.sleep(300)
+    del shared
 
 
 @pytest.mark.parametrize(

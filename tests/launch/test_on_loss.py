@@ -13,7 +13,7 @@ import torch
 import torchopt_dist as todist
 from tests.waits import say, watch
 from torchopt_dist.errors import AgentFailedError, RemoteError, WorkerFailedError
-from torchopt_dist.launching import launch
+from torchopt_dist.launching import Launcher, launch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -122,4 +122,4 @@ def test_bad_options():
     with pytest.raises(ValueError, match="`on_loss` must be 'end' or 'continue' or 'replace', got 'stop'"):
         launch(rank_unless_killed, (1,), on_loss="stop")
     with pytest.raises(ValueError, match=r"`on_loss` must be 'end' with `min_hosts`.*got 'continue'"):
-        launch(rank_unless_killed, (1,), on_loss="continue", min_hosts=1)
+        Launcher(on_loss="continue", min_hosts=1)  # and not when it runs

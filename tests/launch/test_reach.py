@@ -9,9 +9,9 @@ import pytest
 
 import torchopt_dist as todist
 from torchopt_dist import Liveness
-from torchopt_dist.launching import _remote as remote
-from torchopt_dist.launching._attempts import UnreachedMachine
-from torchopt_dist.launching._machine import Machine
+from torchopt_dist.launching import cluster, machines
+from torchopt_dist.launching.elastic import UnreachedMachine
+from torchopt_dist.launching.machines import Machine
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -52,14 +52,14 @@ def started(monkeypatch):
         return Made(name)
 
     start.number = 1
-    monkeypatch.setattr(remote.RemoteMachine, "start", start)
-    monkeypatch.setattr(remote, "_machines", {})
+    monkeypatch.setattr(machines.RemoteMachine, "start", start)
+    monkeypatch.setattr(cluster, "_machines", {})
     return tried, start
 
 
 def connect(*names, otherwise=None, **env):
-    return remote.connect(
-        names, remote.RemoteOptions("python3", None, None, None, Liveness(), env), 5.0, otherwise
+    return cluster.connect(
+        names, machines.RemoteOptions("python3", None, None, None, Liveness(), env), 5.0, otherwise
     )
 
 

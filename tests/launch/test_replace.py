@@ -18,7 +18,7 @@ from tests.distributed.calls.test_random_losses import LOSSES, WORKERS, trained
 from tests.waits import say, watch
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.errors import InitializationError, WorkerFailedError
-from torchopt_dist.launching import launch
+from torchopt_dist.launching import Launcher, launch
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -306,9 +306,9 @@ def test_workers_that_are_killed_at_random_moments_and_replaced_change_no_parame
 
 def test_bad_options(monkeypatch):
     with pytest.raises(ValueError, match=r"`backend` must be None with on_loss='replace'.*got 'gloo'"):
-        launch(rank_of, (1,), on_loss="replace", backend="gloo")
+        Launcher(on_loss="replace", backend="gloo")  # and not when it runs
     with pytest.raises(ValueError, match=r"`on_loss` must be 'end' with `min_hosts`.*got 'replace'"):
-        launch(rank_of, (1,), on_loss="replace", min_hosts=1)
+        Launcher(on_loss="replace", min_hosts=1)
     with pytest.raises(ValueError, match="`max_replacements` must be at least 0, got -1"):
         launch(rank_of, (1,), on_loss="replace", max_replacements=-1)
     for name, value in {

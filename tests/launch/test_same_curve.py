@@ -17,8 +17,7 @@ from tests.launch.curves import TRAIN, curve, expected
 from tests.launch.slurm_cluster import NEEDS_SLURM
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import ROOT, torchrun
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import Launcher, cluster
 
 pytestmark = pytest.mark.timeout(200)
 SUBMITIT = """
@@ -38,12 +37,14 @@ def test_torchrun():
 
 
 @NEEDS_SLURM
+@pytest.mark.nightly
 def test_srun(slurm, warm_executable):
     told = slurm.run("srun", "-N2", "-n2", warm_executable, TRAIN, PYTHONPATH=str(ROOT))
     assert curve(told, 2) == expected()
 
 
 @NEEDS_SLURM
+@pytest.mark.nightly
 def test_submitit(slurm, warm_executable):
     found = importlib.util.find_spec("submitit")
     assert found is not None, "submitit is one of the packages for tests"
@@ -59,6 +60,7 @@ PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpiexec.hydra": "mpich"}
 
 
 @pytest.mark.parametrize("mpirun", PACKAGES)
+@pytest.mark.nightly
 def test_mpirun(mpirun, warm_executable):
     if shutil.which(mpirun) is None:
         pytest.skip(f"needs {mpirun}, of the system package {PACKAGES[mpirun]}")
@@ -77,7 +79,7 @@ def on_launched_workers(**options):
     try:
         return launcher.run(run_main).rank(0)
     finally:
-        remote.close_all(options["hosts"])
+        cluster.close_all(options["hosts"])
 
 
 def run_main():
@@ -88,6 +90,7 @@ def run_main():
     return program.main()
 
 
+@pytest.mark.nightly
 def test_launch_by_a_command(warm_executable):
     found = on_launched_workers(hosts=["pod-0", "pod-1"], shell="env POD={host}", python=warm_executable)
     assert found == expected()

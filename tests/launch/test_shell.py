@@ -8,10 +8,8 @@ import pytest
 
 import torchopt_dist as todist
 from tests.launch.families import assert_gone
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _remote as remote
-from torchopt_dist.launching import _ssh as ssh
-from torchopt_dist.launching._environment import COPIED, chosen_by
+from torchopt_dist.launching import Launcher, cluster, connections, machines
+from torchopt_dist.launching.settings import COPIED, matching
 
 pytestmark = pytest.mark.timeout(120)
 SHELL = "env POD={host} TODIST_ON_POD=1"
@@ -27,7 +25,7 @@ def shell_launcher(warm_executable):
         return Launcher(hosts=list(hosts), shell=shell, **options)
 
     yield make
-    remote.close_all(made)
+    cluster.close_all(made)
 
 
 def place():
@@ -52,11 +50,9 @@ def test_nothing_is_left_when_the_hosts_are_given_back(shell_launcher):
         return os.getpid(), os.getppid()
 
     pids = shell_launcher().run(family).results.values()
-    servers = [
-        task.result()._process._process.pid for key, task in remote._machines.items() if key[1] == "pod-0"
-    ]
+    servers = [task.result()._process.pid for key, task in cluster._machines.items() if key[1] == "pod-0"]
     assert servers
-    remote.close_all(["pod-0", "pod-1"])
+    cluster.close_all(["pod-0", "pod-1"])
     assert_gone([pid for values in pids for value in values for pid in value] + servers, 20)
 
 
@@ -67,17 +63,16 @@ sleep 1000
 """
 
 
+@pytest.mark.nightly
 def test_a_command_that_waits_for_a_host_that_is_down_is_killed(shell_launcher, tmp_path):
     """As `srun` waits."""
     command = tmp_path / "stubborn"
     command.write_text(STUBBORN)
     command.chmod(0o755)
     assert shell_launcher(["pod-0"], f"{command} {{host}}").run(os.getppid).results
-    servers = [
-        task.result()._process._process.pid for key, task in remote._machines.items() if key[1] == "pod-0"
-    ]
+    servers = [task.result()._process.pid for key, task in cluster._machines.items() if key[1] == "pod-0"]
     assert servers
-    remote.close_all(["pod-0"])
+    cluster.close_all(["pod-0"])
     assert_gone(servers, 20)
 
 
@@ -146,9 +141,9 @@ def test_in_a_job_without_ssh_srun_is_taken_and_that_is_told(monkeypatch, tmp_pa
         monkeypatch.setenv(f"SLURM_{name}", value)
 
     async def refuse(name, *_):
-        raise ssh.UnreachedError(f"{name} cannot be reached by SSH: it refuses")
+        raise connections.UnreachedError(f"{name} cannot be reached by SSH: it refuses")
 
-    monkeypatch.setattr(remote, "log_in", refuse)
+    monkeypatch.setattr(machines, "log_in", refuse)
     try:
         launcher = Launcher(handlers=[], log_dir=None, python=warm_executable, nproc_per_host=1)
         result = launcher.run(lambda: (os.environ["POD"], os.environ.get("SLURM_NTASKS")))
@@ -160,7 +155,7 @@ def test_in_a_job_without_ssh_srun_is_taken_and_that_is_told(monkeypatch, tmp_pa
         assert launcher.run(os.getenv, "POD").results == {"pod-0": ["pod-0"], "pod-1": ["pod-1"]}
         assert "SSH" not in caplog.text  # it is not tried again
         srun.unlink()
-        remote.close_all(["pod-0", "pod-1"])
+        cluster.close_all(["pod-0", "pod-1"])
         monkeypatch.setenv("PATH", str(srun.parent))
         with pytest.raises(todist.errors.InitializationError) as caught:
             launcher.run(int)
@@ -171,13 +166,13 @@ def test_in_a_job_without_ssh_srun_is_taken_and_that_is_told(monkeypatch, tmp_pa
         ):  # named by the user
             Launcher(hosts=["pod-0"], nproc_per_host=1, handlers=[], log_dir=None).run(int)
     finally:
-        remote.close_all(["pod-0", "pod-1"])
+        cluster.close_all(["pod-0", "pod-1"])
 
 
 def test_visible_gpus_are_those_of_one_machine(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     names = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING")
-    copied = chosen_by(COPIED, os.environ)
+    copied = matching(COPIED, os.environ)
     assert [copied.get(name) for name in names] == [None, "1"]
-    assert chosen_by(COPIED, {"CUDAHOSTCXX": "a", "CUDA_HOME": "b"}) == {"CUDAHOSTCXX": "a", "CUDA_HOME": "b"}
+    assert matching(COPIED, {"CUDAHOSTCXX": "a", "CUDA_HOME": "b"}) == {"CUDAHOSTCXX": "a", "CUDA_HOME": "b"}

@@ -8,11 +8,9 @@ import pytest
 
 import torchopt_dist as todist
 from tests.launch.sshd import NEEDS_SSHD, Sshd
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _cluster as cluster
-from torchopt_dist.launching import _remote as remote
-from torchopt_dist.launching import _slurm as slurm
-from torchopt_dist.launching._machine import Machine
+from torchopt_dist.launching import Launcher, cluster
+from torchopt_dist.launching.machines import Machine
+from torchopt_dist.process import slurm
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
 
@@ -230,5 +228,5 @@ def test_a_job_runs_on_its_hosts_and_says_how_it_reaches_them(job, warm_executab
         assert len(result.results["node1"]) == cores
         assert result.results["node2"] == [(cores, cores + 1, "1")]
     finally:
-        remote.close_all(["node1", "node2"])
+        cluster.close_all(["node1", "node2"])
         server.stop()

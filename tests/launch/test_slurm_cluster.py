@@ -14,7 +14,7 @@ import pytest
 from tests.launch.slurm_cluster import NEEDS_SLURM
 from tests.processes import ROOT
 from tests.waits import wait_until
-from torchopt_dist.process.slurm_lists import expand_nodes
+from torchopt_dist.process.slurm import expand_nodes
 
 pytestmark = [NEEDS_SLURM, pytest.mark.timeout(240)]
 
@@ -96,7 +96,7 @@ except Exception as error:
 """
 GPUS = """
 import json, subprocess
-from torchopt_dist.launching import _slurm as slurm
+from torchopt_dist.process import slurm
 other = slurm.hosts_of_job()[1]
 step = [*slurm.step(other), "printenv", "SLURM_GPUS_ON_NODE"]
 done = subprocess.run(step, env=slurm.own_environment(), capture_output=True, text=True)
@@ -149,6 +149,7 @@ def test_the_tasks_of_srun_are_one_world(run, variables):
     assert world["total"] == 4.0
 
 
+@pytest.mark.nightly
 def test_two_worlds_share_a_node_and_a_batch_script_is_no_task(cluster, submit):
     """In a heterogeneous job, whose steps may span its groups."""
     job = submit(
@@ -174,6 +175,7 @@ $PYTHON world.py
 
 
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpiexec.hydra"])
+@pytest.mark.nightly
 def test_mpirun_in_a_job(cluster, submit, mpirun):
     if shutil.which(mpirun) is None:
         pytest.skip(f"there is no {mpirun}")
@@ -245,6 +247,7 @@ def jobs_with_gpus(submit):
 
 
 @pytest.mark.parametrize("gpus", GPUS_ASKED_FOR)
+@pytest.mark.nightly
 def test_gpus_are_those_of_the_job_however_it_asked(cluster, jobs_with_gpus, gpus):
     """Here, and for the step by which another host is reached."""
     (told,) = answers(cluster.finish(jobs_with_gpus[gpus]))
@@ -313,6 +316,7 @@ def requeued(cluster, submit, run):
 
 
 @pytest.mark.parametrize("way", SCRIPTS)
+@pytest.mark.nightly
 def test_a_job_that_is_told_to_end_saves_and_its_requeue_resumes(requeued, way):
     ended, resumed = requeued[way]
     assert ended == ["start at 0", "saved 3"]
@@ -328,6 +332,7 @@ def said(text):
     return [line for line in lines if line.startswith(("start", "saved", "done"))]
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_job_that_is_cancelled(cluster, submit, run):
     """Here Python is started as users start it: what tests fork in its place is no process of the job."""
     folder = cluster.folder / "cancelled"
@@ -378,6 +383,7 @@ def without_n4(cluster, submit, run):
 
 
 @pytest.mark.parametrize("way", DOWN)
+@pytest.mark.nightly
 def test_a_node_that_goes_down_ends_the_others_by_name(without_n4, way):
     """Nothing of it answers any more, and nothing is left on the others."""
     assert re.search(LOST, without_n4[way])

@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.launch.families import forkserver_of
 from tests.launch.sshd import NEEDS_SSHD
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import Launcher, cluster
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -103,7 +102,7 @@ def test_the_environment_there_is_its_own_with_what_is_copied_and_added(launcher
 
 
 def reached(name):
-    return {task.result() for key, task in remote._machines.items() if key[1] == name and task.done()}
+    return {task.result() for key, task in cluster._machines.items() if key[1] == name and task.done()}
 
 
 def test_a_second_launch_finds_the_forkserver_warm(launcher):

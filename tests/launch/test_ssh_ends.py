@@ -17,7 +17,7 @@ from tests.launch.families import alive, assert_gone, family_of, forkserver_of, 
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import start_python
 from tests.waits import say, watch
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import cluster
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -162,7 +162,14 @@ Launcher(hosts=["node1"], nproc_per_host=2, ssh_config=sys.argv[2], python=sys.a
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
+        signal.SIGKILL,
+    ],
+)
 def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, warm_executable, tmp_path, number):
     program = start_python("-c", LAUNCHER, tmp_path, sshd.config, warm_executable)
     try:
@@ -177,6 +184,6 @@ def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(sshd, warm_executabl
 
 def test_no_process_is_left_when_all_is_closed(sshd, launcher):
     pids = launcher(["node1"]).run(lambda: [os.getppid(), forkserver_of(os.getppid())]).rank(0)
-    remote.close_all()
+    cluster.close_all()
     assert_gone(pids)
     assert not alive(pids)

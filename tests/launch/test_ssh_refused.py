@@ -15,10 +15,8 @@ import pytest
 import torchopt_dist as todist
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import free_port
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _remote as remote
-from torchopt_dist.launching import _ssh as ssh
-from torchopt_dist.launching._ssh import in_loop, log_in
+from torchopt_dist.launching import Launcher, connections, machines
+from torchopt_dist.launching.connections import in_loop, log_in
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -102,7 +100,7 @@ async def closed(server):
 
 
 def test_logins_that_are_all_cut_off_are_an_error(sshd, monkeypatch):
-    monkeypatch.setattr(ssh, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(connections, "PAUSES", (0.0, 0.0))
     relay, taken = relayed(sshd.port, cut_off=100)
     try:
         with pytest.raises(
@@ -135,8 +133,8 @@ def test_a_host_without_the_package(launcher, tmp_path):
 
 @pytest.mark.parametrize("what", ["torch", "Python", "torchopt_dist", "cloudpickle"])
 def test_a_host_with_another_version(launcher, monkeypatch, what):
-    versions = remote.versions()
-    monkeypatch.setattr(remote, "versions", lambda: {**versions, what: "1.2.3"})
+    versions = machines.versions()
+    monkeypatch.setattr(machines, "versions", lambda: {**versions, what: "1.2.3"})
     # A name that no launch has reached yet: forkservers that are there are not asked again.
     message = f"all hosts must have the same {what}, and node3 has {versions[what]}, this machine 1.2.3"
     refuse(launcher, message, "node3")

@@ -35,8 +35,7 @@ from tests.launch.elastic.worlds import in_worlds, world_of
 from tests.launch.families import assert_gone, family_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.waits import say, wait_until
-from torchopt_dist.launching import Launcher
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import Launcher, cluster
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 
@@ -291,6 +290,7 @@ def train_there(options, words):
     return Launcher(**options).run(example.main, args).results
 
 
+@pytest.mark.nightly
 def test_the_digits_are_learned_on_two_hosts(elsewhere, by_ssh, alone, tmp_path):
     path = tmp_path / "curve"
     options = {"hosts": ["alpha", "beta"], "log_dir": tmp_path, **by_ssh}
@@ -300,6 +300,7 @@ def test_the_digits_are_learned_on_two_hosts(elsewhere, by_ssh, alone, tmp_path)
     assert same_curve(path, alone)
 
 
+@pytest.mark.nightly
 def test_the_digits_are_learned_on_two_hosts_by_a_command(network, config, alone, warm_executable, tmp_path):
     path = tmp_path / "curve"
     before = [process for name in NAMES for process in network.processes(name)]
@@ -380,7 +381,7 @@ def call_the_other(folder):
 
 def wait_until_lost(name):
     """Both ends of a connection are patient, and one of them notices a little later than the other."""
-    known = [task.result() for key, task in remote._machines.items() if key[1] == name and task.done()]
+    known = [task.result() for key, task in cluster._machines.items() if key[1] == name and task.done()]
     assert known
     wait_until(lambda: all(machine.why_lost() is not None for machine in known), tell=lambda: f"{known}")
 

@@ -211,10 +211,13 @@ def test_other_backward_passes_go_on_where_a_solve_ends():
     torch.testing.assert_close(torch.autograd.grad(h.exp().sum(), m), before)
 
 
-def test_a_tensor_that_a_product_takes_in_backward_only_is_an_error():
-    tensors = dict.fromkeys(range(1000), 2 * torch.ones(3, **D, requires_grad=True))  # data, and no names
-    x = SOLVE(lambda v: v * tensors[0], B)
-    tensors[0] = tensors[0] * 2
+@pytest.mark.parametrize("before", [False, True])
+def test_a_tensor_that_a_product_takes_in_backward_only_is_an_error(before):
+    """Also where there was none that requires grad before."""
+    m = torch.ones(3, **D, requires_grad=True)
+    tensors = dict.fromkeys(range(1000), 2 * m if before else 2 * m.detach())  # data, and no names
+    x = linear_solve.solve_gmres()(lambda v: v * tensors[0], B.clone().requires_grad_())
+    tensors[0] = tensors[0] * m
     with pytest.raises(ValueError, match="must take the same tensors in each call, also in backward"):
         x.sum().backward()
 
@@ -265,3 +268,12 @@ def test_a_solve_in_an_inner_loss(name, how):
     adjoint = ALL.get(name, name)
     for found, true in zip(of_inner_loss(adjoint, how), of_inner_loss(adjoint, "dense"), strict=True):
         torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-8)
+
+
+def test_a_gradient_for_one_of_several_tensors_is_that_tensor_s():
+    m = torch.tensor([0.3, 0.8, -0.5], **D, requires_grad=True)
+    theta = torch.tensor([0.9, 0.4, 0.6], **D, requires_grad=True)
+    both = torch.autograd.grad(solved(direct(m, theta)).sum(), (m, theta))
+    for one, found in zip((m, theta), both, strict=True):
+        (alone,) = torch.autograd.grad(solved(direct(m, theta)).sum(), one)
+        torch.testing.assert_close(alone, found)

@@ -337,6 +337,21 @@ def test_least_squares_of_a_singular_matrix():
         (lambda: linear_solve.solve_neumann(alpha=0.0), ValueError, "`alpha` must be above 0, got 0.0"),
         (lambda: linear_solve.solve_gmres(restart=0), ValueError, "`restart` must be at least 1, got 0"),
         (
+            lambda: linear_solve.solve_gmres(rtool=0.1),
+            TypeError,
+            "solve_gmres got an unexpected keyword argument 'rtool': did you mean `rtol`?",
+        ),
+        (
+            lambda: linear_solve.solve_neumann(M="jacobi"),
+            TypeError,
+            "its options are alpha, ridge, rtol, atol, maxiter, not_converged$",
+        ),
+        (
+            lambda: linear_solve.solve_bicgstab(0.1),
+            TypeError,
+            "takes 0 without a name, got 1: by their names it takes ridge, rtol,",
+        ),
+        (
             lambda: linear_solve.solve_inv()(lambda v: v, [ONES, ONES * 1j]),
             TypeError,
             "`b` must have either real or complex leaves, got both",

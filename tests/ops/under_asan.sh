@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # csrc/ -> a library with AddressSanitizer -> the tests of the kernels, the fuzz run among them, under it.
-# By hand, from anywhere: `tests/ops/under_asan.sh [python]`. It builds in a folder of its own, in half a minute on two cores.
+# By hand, from anywhere: `tests/ops/under_asan.sh [python] [arguments of pytest]`;
+# `-m ""` runs all rows. It builds in a folder of its own, in half a minute on two cores.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=$(realpath -s "${1:-$root/.venv/bin/python}")
@@ -24,4 +25,4 @@ LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.
     "$python" -c 'import os, pytest, sys, torchopt_dist
 assert torchopt_dist.__file__.startswith(os.getcwd()), torchopt_dist.__file__
 sys.exit(pytest.main(sys.argv[1:]))' -q -p no:cacheprovider --timeout=600 \
-    tests/ops/test_{kernels,bad_lists,backward,layouts,adam,adam_options,sgd_refused}.py
+    tests/ops/test_{kernels,bad_lists,backward,layouts,adam,adam_options,sgd_refused}.py "${@:2}"

@@ -87,7 +87,14 @@ def compare(row, options, schedulers, steps=3, *, begun=False, **compiling):
 
 
 @pytest.mark.parametrize(
-    ("name", "fused"), [*((name, None) for name in ROWS), *((name, True) for name in WITH_A_KERNEL)]
+    ("name", "fused"),
+    [
+        *(
+            pytest.param(name, None, marks=[] if name in ("SGD", "Adam") else pytest.mark.nightly)
+            for name in ROWS
+        ),
+        *((name, True) for name in WITH_A_KERNEL),
+    ],
 )
 def test_every_class(name, fused):
     """Without a graph break, in two graphs, of which the second has ``lr`` as a symbol; or, fused, left to Python.
@@ -113,6 +120,7 @@ def test_every_class(name, fused):
         assert counters["stats"]["unique_graphs"] <= (2 if finds_out else 1)
 
 
+@pytest.mark.nightly
 def test_every_scheduler():
     """An ``lr`` that changes is a symbol to the compiler, so the number of graphs does not grow with the steps."""
     with torch._dynamo.config.patch(recompile_limit=16):

@@ -199,6 +199,7 @@ def test_no_ninja_builds_by_distutils(tree, build, probe, tmp_path):
 
 
 @needs_compiler
+@pytest.mark.nightly
 def test_wheel_is_abi3_and_works_outside_the_tree(tree, tmp_path):
     args = ["wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", "dist", "."]
     done = python("-m", "pip", *args, cwd=tree, REQUIRE_EXT="1")

@@ -115,6 +115,7 @@ def tree(sources: Path) -> Path:
     return place
 
 
+@pytest.mark.nightly
 def test_both_libraries_are_built_and_the_kernels_are_right(python, toolkit, tmp_path):
     tree = copy_tree(tmp_path, ("adam", "rmsprop", "sgd"))
     (tree / "torchopt_dist/_cuda_note.txt").write_text("stale")

@@ -8,7 +8,7 @@ import pytest
 
 import torchopt_dist as todist
 from torchopt_dist.process.launchers import LAUNCHERS, NAMES, find_task
-from torchopt_dist.process.slurm_lists import expand_nodes, expand_numbers
+from torchopt_dist.process.slurm import expand_nodes, expand_numbers
 
 STEP = {
     "SLURM_JOB_ID": "17",

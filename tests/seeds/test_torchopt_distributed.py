@@ -39,6 +39,7 @@ def test_gradients_are_those_of_one_process(found: tuple[int, Path], program: st
         compare(out, program, dtype, rank)
 
 
+@pytest.mark.nightly
 def test_full_example_from_the_command_line(tmp_path: Path) -> None:
     torchrun(
         "--nnodes=1",

@@ -147,6 +147,38 @@ def test_many_gradients_at_a_time_are_told_apart() -> None:
     assert seen == [True, False]
 
 
+def test_what_a_backward_computes_again_may_draw_where_many_gradients_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = todist.remat(lambda x: torch.dropout(x, 0.5, True) * x)(x)
+    rows = torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)[0]
+    torch.testing.assert_close(rows, torch.diag(2 * y.detach()))
+    find = private.graph.find
+    monkeypatch.setattr(private.graph, "find", lambda path: None if "vmapmode" in path else find(path))
+    with pytest.raises(RuntimeError, match="random operations inside of vmap"):
+        torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+
+
+def test_many_gradients_are_taken_apart_and_put_together() -> None:
+    seen: list[Tensor] = []
+
+    def look(grad: Tensor) -> Tensor:
+        with private.outside_of_batched_gradients() as level:
+            assert level is not None
+            torch.rand(2)  # which is an error where many gradients are gone over
+            seen.append(private.rows_of_gradient(grad, level))
+            return private.batched_gradient(2 * seen[0], level)
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(look)
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    found = torch.autograd.grad(y, x, rows, is_grads_batched=True)[0]
+    assert torch.equal(seen[0], rows)
+    assert torch.equal(found, 4 * rows)
+
+
 def test_a_product_that_follows_a_graph_to_results_is_refused_where_they_cannot_be_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ from torchopt_dist import transform
 MORE = os.environ.get("TODIST_FUZZ_CHAINS")
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or (random.randrange(10**9) if MORE else 0))
 CHAINS, STEPS = int(MORE or 40), 4
+DAILY = CHAINS if MORE else 8
 KINDS = ["scale", "value", "norm", "decay", "trace", "adam", "adamax"]
 KINDS += ["rms", "rss", "adadelta", "schedule", "nan", "masked", "ema", "lion", "trust", "partition"]
 KINDS += ["centralize", "adaptive", "lookahead", "average", "schedule free", "zero"]
@@ -300,7 +301,9 @@ def by_hand(loops: list[Loop], params: Grads, data: Tensor) -> Grads:
     return params
 
 
-@pytest.mark.parametrize("number", range(CHAINS))
+@pytest.mark.parametrize(
+    "number", [*range(DAILY), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(DAILY, CHAINS))]
+)
 def test_a_random_chain_is_a_loop_by_hand(number: int) -> None:
     seed = SEED + number
     print(f"TODIST_FUZZ_SEED={seed}")

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 __all__ = ["check_options", "close_to", "hinted", "not_callable", "only_the_function", "unless"]
 
@@ -69,10 +69,11 @@ def _checked(
     code = call.__code__
     own = code.co_varnames[:1] == ("self",)
     named = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
-    known = named[1:] if own else named
-    takes = None if code.co_flags & inspect.CO_VARKEYWORDS else frozenset(known)
+    typed = _typed_options(call) if mistaken is None else ()
+    known = (*(named[1:] if own else named), *typed)
+    takes = None if code.co_flags & inspect.CO_VARKEYWORDS and not typed else frozenset(known)
     most = None if code.co_flags & inspect.CO_VARARGS else code.co_argcount
-    by_name = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    by_name = (*code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount], *typed)
 
     @functools.wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -88,6 +89,14 @@ def _checked(
         return call(*args, **kwargs)
 
     return checked
+
+
+def _typed_options(call: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the options of a function that takes ``**options: Unpack[Options]``."""
+    for name, hint in call.__annotations__.items():
+        if str(hint).startswith("Unpack["):
+            return tuple(get_args(get_type_hints(call)[name])[0].__annotations__)
+    return ()
 
 
 def not_callable(argument: str, got: object) -> TypeError:

@@ -106,6 +106,11 @@ class WatchedGroup(dist.ProcessGroup):
         """See torch."""
         return BACKEND
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the group has tensors on GPUs."""
+        return "cuda" in self._backends
+
     def fail(self) -> None:
         """End the collectives of this member with an error, those that wait and those to come."""
         self.has_failed = True
@@ -225,6 +230,8 @@ def watched_group(
     store: dist.Store,
     check: Callable[[], object],
     limit: timedelta = PATIENCE,
+    *,
+    on_gpus: bool | None = None,
 ) -> WatchedGroup:
     """The group of which this process is the member ``rank``; all members call this at the same time.
 
@@ -235,6 +242,7 @@ def watched_group(
         store: where they meet; nobody else uses it.
         check: raises an error if a member is lost.
         limit: of a collective.
+        on_gpus: whether NCCL has the tensors on GPUs; ``None`` if torch's default group has it for them.
     """
     own = limit + LOOK + LOOK  # torch's errors name nobody, and NCCL's end the process
     gloo = dist.ProcessGroupGloo(
@@ -242,7 +250,9 @@ def watched_group(
     )
     gloo._set_default_timeout(own)
     backends: dict[str, Any] = {"cpu": gloo}
-    if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
+    if on_gpus is None:
+        on_gpus = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    if on_gpus:
         backends["cuda"] = nccl_group(dist.PrefixStore("cuda", store), rank, size, own)
     return WatchedGroup(rank, size, number, backends, check, limit)
 

@@ -12,40 +12,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.bound import Bound
-from torchopt_dist.core.code_names import is_numpys
 from torchopt_dist.core.copies import Copies
 from torchopt_dist.core.reached import (
     CONTAINERS,
     NUMBERS,
     Walk,
-    free_names,
     is_structure,
     map_parts,
     name_of,
     parts_of,
 )
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.versions import Seen
 
 __all__ = ["Bindings", "bind"]
 
 
+@uncompiled
 def bind(function: Callable[..., Any]) -> Bound:
     """A function → the same function, which can run again later; see :class:`Bound`."""
-    # A compiler goes on after this: it would look into names that it cannot follow.
-    make = torch.compiler.disable(_bind) if torch.compiler.is_compiling() else _bind
-    bound: Bound = make(function)
-    return bound
-
-
-def _bind(function: Callable[..., Any]) -> Bound:
     return Bound(function, Bindings(function))
 
 
@@ -160,27 +152,9 @@ class Bindings:
         return [node.thing for node in self._nodes.values() if isinstance(node.thing, nn.Module)]
 
     @property
-    def code(self) -> frozenset[CodeType]:
-        """The code of all functions that they reach, the methods and hooks of modules among them."""
-        things = [node.thing for node in self._nodes.values()]
-        things += [getattr(type(module), "forward", None) for module in self.modules]
-        return frozenset(
-            code for thing in things if isinstance(code := getattr(thing, "__code__", None), CodeType)
-        )
-
-    def name_of_numpy(self) -> str | None:
-        """The name by which a function reads something of numpy's; ``None`` if there is none."""
-        for node in self._nodes.values():
-            named = [*node.names.items(), *zip(free_names(node.thing), node.cells.values(), strict=False)]
-            for name, number in named:
-                value = self._places[number].value
-                entries = value.values() if name is None and isinstance(value, dict) else value
-                for one in entries if name is None else [value]:
-                    if is_numpys(one):
-                        return name or type(one).__name__
-            if any(map(is_numpys, node.parts)):
-                return name_of(node.thing)
-        return None
+    def are_the_same(self) -> bool:
+        """Whether nothing that the functions reach has changed since."""
+        return self._is_live or not (self._seen.changed() or self._changed())
 
     def _check(self, function: Any) -> None:
         for place in self._seen.changed():

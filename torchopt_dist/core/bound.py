@@ -27,6 +27,10 @@ class Names(Protocol):
     def settle(self) -> None:
         """From now on, functions see what was noted."""
 
+    @property
+    def are_the_same(self) -> bool:
+        """Whether nothing that the functions reach has changed since."""
+
 
 class Bound:
     """A function that can be called like the original, now and later; its attributes are the original's."""
@@ -51,8 +55,8 @@ class Bound:
 
     @property
     def is_the_same(self) -> bool:
-        """Whether the function itself does what it did at the call."""
-        return self._bindings.again(self.__wrapped__) is self.__wrapped__
+        """Whether all that was noted with the function is what it was at the call."""
+        return self._bindings.are_the_same
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -1,31 +1,40 @@
-"""A function → the program that torch's compiler makes of it, or the function's own way where the compiler refuses.
+"""A function and what it is given → programs of torch's compiler, or the function's own way where that refuses.
 
-Dynamo keeps the programs of a function with its code, eight at most, and looks through them at each call. So each
-:class:`Program` has a function with code of its own.
+A program is a pure function, traced whole. :class:`Programs` keeps those of all functions of one code by their meaning
+(:mod:`~torchopt_dist.core.meaning`): an inner loop's steps, gradients and derivatives, and a worker's tasks, are called
+by its one method. Tensors are a program's inputs. A number is a constant of the first program and an input of the
+second one, so another value makes no third; it is a constant again where it decides what the program is.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import re
 import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal
 
 import torch
 
 from torchopt_dist import pytree
-from torchopt_dist.torch_private import one_program_too_many, tracing_gradients
+from torchopt_dist.core.meaning import Family, Meaning, Record, RefusedError
+from torchopt_dist.core.reached import parts_of
+from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients
 
-__all__ = ["CompileMode", "Program", "check_mode", "code_of", "how_to_compile"]
+__all__ = ["CompileMode", "Program", "Programs", "Variant", "check_mode", "code_of", "programs_of"]
 
 CompileMode = bool | Literal["reduce-overhead"]
 """Whether to compile; ``"reduce-overhead"``: on a GPU as CUDA graphs."""
+
+LIMIT = 16
+"""Of the variants of one function, such as one for each shape, and of the programs that a number decides in one."""
 
 _OF_LIBRARIES = (
     "_import_torch_dot_",
@@ -37,93 +46,197 @@ _OF_LIBRARIES = (
 )
 """What is in the names of guards on the code of libraries, torchopt_dist's among them."""
 _log = logging.getLogger("torchopt_dist")
+_count = itertools.count()
+
+
+class Programs:
+    """Those of all functions of one code; see :func:`programs_of`."""
+
+    def __init__(self, name: str, mode: CompileMode) -> None:
+        self.family = Family()
+        self.variants: dict[tuple[Any, ...], Variant] = {}
+        self._name, self._captured = name, mode == "reduce-overhead"
+        self._told: set[str] = set()
+
+    def run(
+        self,
+        things: Iterable[tuple[str, Any]],
+        body: Callable[..., Any],
+        otherwise: Callable[[], Any],
+        kind: Hashable = None,
+        base: Meaning | None = None,
+    ) -> Any:
+        """What a body makes, or what is made otherwise, with one warning for each reason.
+
+        Args:
+            things: what programs depend on, by what a message calls it.
+            kind: what else they depend on.
+            body: gets the variant of these things, and them; it raises :class:`RefusedError` where programs do.
+            otherwise: does the same without the compiler.
+            base: the meaning of more things, which come first.
+        """
+        try:
+            meaning = self.meaning(things, kind, base)
+            variant = self._variant(meaning.record)
+            variant.changed.update(meaning.record.changed(variant.first))
+            if not meaning.moves:
+                return body(variant, *meaning.things)
+            with self.family.lock:
+                meaning.move_in()
+                try:
+                    return body(variant, *meaning.things)
+                finally:
+                    meaning.move_out()
+        except _OneTooManyError:
+            reason = self._one_too_many(meaning.record, variant.first)
+        except RefusedError as error:
+            reason = str(error)
+        made = otherwise()  # without the lock: what runs as it is may wait for other workers
+        self.tell(reason)
+        return made
+
+    def meaning(
+        self, things: Iterable[tuple[str, Any]], kind: Hashable = None, base: Meaning | None = None
+    ) -> Meaning:
+        """The meaning of things, which may be the base of those of several calls.
+
+        Raises:
+            RefusedError: something has none.
+        """
+        try:
+            with self.family.lock:
+                return Meaning(self.family, things, kind, base)
+        except RefusedError:
+            raise
+        except Exception as error:  # of a class that cannot be asked, such as an uninitialized parameter's
+            raise RefusedError(str(error)) from error
+
+    def tell(self, reason: str) -> None:
+        """Warn that something runs as it is, once for each reason."""
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"{self._name} with compile=True runs as without it, since {reason}", stacklevel=5)
+
+    def _variant(self, record: Record) -> Variant:
+        with self.family.lock:
+            found = self.variants.get(record.key)
+            if found is None:
+                if len(self.variants) >= LIMIT:
+                    raise RefusedError(self._one_too_many(record, [*self.variants.values()][-1].first))
+                found = self.variants[record.key] = Variant(self._name, self._captured, record)
+            return found
+
+    def _one_too_many(self, record: Record, other: Record) -> str:
+        where = record.differs_at(other)
+        return f"{where} differs from that in each of its {LIMIT} programs: make it a tensor of one shape"
+
+
+class Variant:
+    """The programs of one meaning."""
+
+    def __init__(self, name: str, captured: bool, first: Record) -> None:
+        self.first = first
+        self.changed: set[str] = set()
+        """Where numbers were others than in the first call."""
+        self._name, self._captured = name, captured
+        self._made: dict[Any, Program] = {}
+
+    def program(self, function: Callable[..., Any], check: Callable[[Any], None] | None = None) -> Program:
+        """The program of a pure function; ``check`` raises for a graph that must not become one."""
+        if function not in self._made:
+            self._made[function] = Program(
+                function, self._name, check, changed=self.changed, captured=self._captured
+            )
+        return self._made[function]
 
 
 class Program:
-    """One function, compiled whole; it is called as it is from the time on when the compiler has refused it.
+    """One function, compiled whole, and never again from the time on when the compiler has refused it.
 
     Args:
-        function: a function of tensors, and of what is the same at each call or makes another program.
-        name: what the warning calls it.
-        constant: what names of guards begin with on what is the same at each call.
+        function: a function of tensors, numbers, and of what is the same at each call.
+        name: what the log calls it.
         check: raises for a graph that must not become a program.
-        warns: whether a refusal is told; not where another program takes this one's place.
+        changed: where numbers have changed since the first call, in words of a meaning.
         captured: on a GPU, capture the program as a CUDA graph where grad mode is off. A graph writes its results to
             the same memory at each run, so each call copies them.
-        again: a function and its arguments that find or make this program in another process.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         name: str,
-        constant: Sequence[str] = (),
-        *,
         check: Callable[[Any], None] | None = None,
-        warns: bool = True,
+        *,
+        changed: Collection[str] = (),
         captured: bool = False,
-        again: tuple[Callable[..., Program], tuple[Any, ...]] | None = None,
     ) -> None:
-        own = types.FunctionType(
-            function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
-        )
-        how = how_to_compile(tuple(constant), captured=captured)
-        if check is not None:
-            how["backend"] = partial(_checked, check, how["backend"])
-        self._compiled = torch.compile(own, fullgraph=True, dynamic=False, **how)
-        self._name, self._warns, self._again = name, warns, again
-        self._captured, self._is_refused, self._is_full, self.has_run = captured, False, False, False
+        self._changed = changed
+        self._function, self._name, self._check, self._captured = function, name, check, captured
+        self._takes_numbers = not captured  # of which torch's are tensors of the CPU
+        self._compiled, self._refusal, self.has_run = self._compile(), "", False
 
-    def __reduce__(self) -> tuple[Callable[..., Program], tuple[Any, ...]]:
-        if self._again is None:
-            raise TypeError(f"the program of {self._name} stays in its process")
-        return self._again
+    def _compile(self) -> Callable[..., Any]:
+        # By the name the compiler knows what has changed, and with the code it keeps programs.
+        code = self._function.__code__.replace(co_name=f"{self._function.__name__}_{next(_count)}")
+        own = types.FunctionType(code, self._function.__globals__, closure=self._function.__closure__)
+        own.__kwdefaults__ = self._function.__kwdefaults__
+        how = how_to_compile(captured=self._captured)
+        if self._check is not None:
+            how["backend"] = partial(_checked, self._check, how["backend"])
+        return torch.compile(own, fullgraph=True, dynamic=None if self._takes_numbers else False, **how)
 
-    def __call__(
-        self, *arguments: Any, otherwise: Callable[[], Any], left_out: set[int] | None = None, **named: Any
-    ) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """Run the program, which is compiled before if there is none for arguments like these.
 
-        Args:
-            arguments: those of the function.
-            otherwise: does the same without the compiler; it raises if the function itself is wrong.
-            left_out: ids of programs which arguments like these are one kind too many for; such a call adds its own.
-            named: more arguments of the function.
+        Raises:
+            RefusedError: there can be none.
         """
-        if self._is_refused or (left_out is not None and id(self) in left_out):
-            return otherwise()
+        if self._refusal:
+            raise RefusedError(self._refusal)
         begun = time.perf_counter()
-        captured = self._captured and not torch.is_grad_enabled()
-        if captured:
-            torch.compiler.cudagraph_mark_step_begin()  # nobody holds results of earlier calls, but copies
         if not self.has_run:
             _tell(f"compiling {self._name}, which takes some 10 to 65 s at its first call")
         try:
-            with tracing_gradients():
-                made = self._compiled(*arguments, **named)
-            if captured:
-                made = pytree.map_tensors(torch.clone, made)
+            made = self._run(arguments)
         except Exception as error:
-            made = otherwise()
-            last = one_program_too_many(error)
-            self._is_refused = last is None
-            if last is not None and left_out is not None:
-                left_out.add(id(self))
-            if self._warns and not (last is not None and self._is_full):
-                why = f"since the compiler refuses it: {_first_line(error)}"
-                if last is not None:
-                    self._is_full = True
-                    why = (
-                        "for the kinds of arguments that are new to it: there are programs for as many as "
-                        f"`torch._dynamo.config.recompile_limit` allows, the last one for `{last}`. These go on; to "
-                        "have one for all, give it what changes as a tensor"
-                    )
-                warnings.warn(f"{self._name} with compile=True runs as without it, {why}", stacklevel=2)
-            return made
+            if is_one_program_too_many(error):
+                raise _OneTooManyError from error
+            if self.has_run and self._takes_numbers:  # perhaps by one that has become an input
+                self._takes_numbers = False
+                self._compiled = self._compile()
+                return self(*arguments)
+            self._refusal = f"the compiler refuses it: {_first_line(error)}"
+            raise RefusedError(self._refusal) from error
         if not self.has_run:
             self.has_run = True
             _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s")
         return made
+
+    def _run(self, arguments: Sequence[Any]) -> Any:
+        captured = self._captured and not torch.is_grad_enabled()
+        if captured:
+            torch.compiler.cudagraph_mark_step_begin()  # nobody holds results of earlier calls, but copies
+        with tracing_gradients(LIMIT, filter(None, map(_source, self._changed))):
+            made = self._compiled(*arguments)
+        return pytree.map_tensors(torch.clone, made) if captured else made
+
+
+def _source(place: str) -> str:
+    """A number in words of a meaning → a pattern of its name in the compiler's, if that must be told."""
+    found = re.search(r"(?:the global `(\w+)`|\.(__defaults__))([^`,:]*)$", place)
+    return rf".*\b{found[1] or found[2]}\b('\])?{re.escape(found[3])}$" if found else ""
+
+
+class _OneTooManyError(Exception):
+    """A number decides, and there are as many programs already as there may be."""
+
+
+@lru_cache(maxsize=64)
+def programs_of(code: Any, name: str, mode: CompileMode) -> Programs:
+    """The programs of functions of one code, see :func:`code_of`, kept for the process."""
+    del code  # of which the cache has the same
+    return Programs(name, mode)
 
 
 def check_mode(compile: object) -> None:
@@ -140,12 +253,9 @@ def check_mode(compile: object) -> None:
         )
 
 
-def how_to_compile(constant: tuple[str, ...], *, captured: bool = False) -> dict[str, Any]:
+def how_to_compile(*, captured: bool = False) -> dict[str, Any]:
     """The backend and the options, as ``torch.compile`` takes them."""
-    return {
-        "backend": partial(_inductor, captured),
-        "options": {"guard_filter_fn": partial(_guards_of_user, constant)},
-    }
+    return {"backend": partial(_inductor, captured), "options": {"guard_filter_fn": _guards_of_user}}
 
 
 def _inductor(captured: bool, graph: Any, inputs: Sequence[Any]) -> Any:
@@ -174,24 +284,15 @@ def _checked(
 
 def code_of(function: Any) -> Any:
     """What stays the same where a program makes a function anew: its code, or the type of what is called."""
-    if isinstance(function, partial):
-        return (
-            code_of(function.func),
-            *map(code_of, function.args),
-            *map(code_of, function.keywords.values()),
-        )
-    if isinstance(function, tuple):  # a transformation, or the links of a chain
-        return tuple(map(code_of, function))
+    if isinstance(function, (partial, tuple)):  # or a transformation, or the links of a chain
+        return tuple(map(code_of, parts_of(function)))
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))
 
 
-def _guards_of_user(constant: tuple[str, ...], guards: Sequence[Any]) -> list[bool]:
+def _guards_of_user(guards: Sequence[Any]) -> list[bool]:
     """Which guards are looked at before each call: not those on code of libraries, which nobody changes meanwhile."""
-    return [
-        not (guard.name.startswith(constant) or any(name in guard.name for name in _OF_LIBRARIES))
-        for guard in guards
-    ]
+    return [not any(name in guard.name for name in _OF_LIBRARIES) for guard in guards]
 
 
 def _tell(text: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.second_order import guarded, nodes_of, refuse_left_out
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vjp import pull
@@ -87,6 +88,7 @@ class _Remat(torch.autograd.Function):
         ctx.set_materialize_grads(transforms_are_active())  # whose rules take no `None`
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[OptionalTensor, ...]:
         tensors = ctx.saved_tensors  # once: a checkpoint gives them up then
         wanted = [place for place, x in enumerate(tensors) if ctx.needs_input_grad[place + 2] and _is_real(x)]

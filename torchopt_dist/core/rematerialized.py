@@ -13,9 +13,11 @@ from torch.autograd import forward_ad
 
 from torchopt_dist import pytree
 from torchopt_dist.core.binding import Bindings
+from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.core.remat import apply
-from torchopt_dist.core.substitution import StandIns, Substitute, Watch, edge_of
+from torchopt_dist.core.substitution import Finding, Substitute, finding
 from torchopt_dist.core.surroundings import Surroundings
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.versions import Seen
 from torchopt_dist.torch_private import (
     buffers_of,
@@ -84,17 +86,15 @@ def remat(function: Callable[P, R]) -> Callable[P, R]:
     def rematerialized(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        # A compiler goes on after this: it cannot follow what runs again in a backward pass.
-        run = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
-        result: R = run(function, args, kwargs)
+        result: R = _run(function, args, kwargs)
         return result
 
     return rematerialized
 
 
+@uncompiled
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    call = _Call(function, args, kwargs)
-    return call.inside_transforms() if transforms_are_active() else call.outside_of_transforms()
+    return _Call(function, args, kwargs).connected()
 
 
 class _Call:
@@ -123,22 +123,51 @@ class _Call:
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.surroundings = Surroundings()
 
-    def outside_of_transforms(self) -> Any:
-        """Call the function with stand-ins for all tensors that require grad, and record one node for it."""
-        points = [x.detach().requires_grad_() if x.requires_grad else x for x in self.tensors]
+    def connected(self) -> Any:
+        """Call the function, and record one node for it.
+
+        Outside of ``torch.func`` this call has stand-ins for all tensors that require grad, and the node has its
+        values. Inside, the call only shows what the function takes from outside, and the node makes another one.
+        """
+        is_inside = transforms_are_active()
+        points = self.tensors
+        if not is_inside:
+            points = [x.detach().requires_grad_() if x.requires_grad else x for x in points]
         before = Seen(points)
-        trial = StandIns(points, self.bindings.tensors)
-        with trial, _without_autocasts_cache():
+        trial = finding(points, self.bindings.tensors, self.name)
+        with trial, nullcontext() if is_inside else _without_autocasts_cache():
             returned = self._call(self.function, points, self.rest)
         leaves, spec = pytree.flatten(returned)
         leaves = [trial.stand_in_of(leaf) for leaf in leaves]
         self._settle(before, leaves, trial.entered)
+        given, values = self.tensors, None
+        if is_inside:
+            self.found = trial.found
+            self.results = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        else:
+            given = self._checked(trial, points, leaves)
+            values = [leaves[place].detach() for place in self.results]
+            if not values:
+                return pytree.unflatten(spec, leaves)
+        self.shapes = [(leaves[place].shape, leaves[place].dtype) for place in self.results]
+        self.tensors = []  # it is the node that keeps them
+        made = apply(self.again, *given, *self.found, values=values)
+        for place, value in zip(self.results, made, strict=True):
+            leaves[place] = value
+        return pytree.unflatten(spec, leaves)
+
+    def _checked(self, trial: Finding, points: Sequence[Tensor], leaves: list[Any]) -> list[Tensor]:
+        """Find what gets gradients, and put the caller's own tensors in the places of stand-ins that were returned.
+
+        Returns:
+            The arguments, without the graphs of those on which no result depends.
+        """
         if trial.follows_graph:
             raise ValueError(
                 f"`{self.name}` differentiates a graph that was made before it was called, and would have no gradient "
                 "for what that graph depends on: compute the gradient outside and pass it as an argument"
             )
-        stand_ins = trial.leaves
+        stand_ins = trial.stand_ins
         if any(x.grad is not None for x in [*points, *stand_ins] if x.is_leaf and x.requires_grad):
             raise RuntimeError(
                 f"`{self.name}` calls `backward()`, whose gradients are lost when it runs again: return gradients by "
@@ -146,7 +175,7 @@ class _Call:
             )
         own = {id(point): x for point, x in zip(points, self.tensors, strict=True)}
         own |= {id(one): x for one, x in zip(stand_ins, trial.found, strict=True)}
-        reached = self._check_leaves([x for x in leaves if isinstance(x, Tensor)], points, stand_ins)
+        reached = self._check_leaves(leaves, [*points, *stand_ins])
         self.found = [x for x, one in zip(trial.found, stand_ins, strict=True) if id(one) in reached]
         has_tangents = forward_mode_is_active() and self._has_tangents()
         for place, leaf in enumerate(leaves):
@@ -155,38 +184,10 @@ class _Call:
                     leaves[place] = own[id(leaf)]
                 elif leaf.requires_grad or (has_tangents and leaf.is_floating_point()):
                     self.results.append(place)
-        values = [leaves[place].detach() for place in self.results]
-        if not values:
-            return pytree.unflatten(spec, leaves)
-        self.shapes = [(value.shape, value.dtype) for value in values]
-        given = [
+        return [
             x if has_tangents or id(point) in reached else x.detach()
             for x, point in zip(self.tensors, points, strict=True)
         ]
-        self.tensors = []  # it is the node that keeps them
-        made = apply(self.again, *given, *self.found, values=values)
-        for place, value in zip(self.results, made, strict=True):
-            leaves[place] = value
-        return pytree.unflatten(spec, leaves)
-
-    def inside_transforms(self) -> Any:
-        """Call the function once to see what it takes from outside, and once as a node."""
-        before = Seen(self.tensors)
-        watch = Watch(self.tensors, self.bindings.tensors, self.name)
-        with watch:
-            returned = self._call(self.function, self.tensors, self.rest)
-        leaves, spec = pytree.flatten(returned)
-        leaves = [watch.stand_in_of(leaf) for leaf in leaves]
-        outside = {id(x) for x in self.tensors}
-        self._settle(before, leaves, watch.entered)
-        self.found = [x for x in watch.found if id(x) not in outside]
-        self.results = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.shapes = [(leaves[place].shape, leaves[place].dtype) for place in self.results]
-        given, self.tensors = self.tensors, []  # it is the node that keeps them
-        made = apply(self.again, *given, *self.found)
-        for place, value in zip(self.results, made, strict=True):
-            leaves[place] = value
-        return pytree.unflatten(spec, leaves)
 
     def again(self, *tensors: Tensor) -> list[Tensor]:
         """Run the function again, with tensors in the places of its arguments and of those that it has taken.
@@ -247,35 +248,19 @@ class _Call:
                 "each gradient: return what it is to become, or make it a buffer of a module"
             )
 
-    def _check_leaves(
-        self, values: Sequence[Any], points: Sequence[Tensor], stand_ins: Sequence[Tensor] = ()
-    ) -> set[int]:
-        """The ids of the tensors that values depend on.
+    def _check_leaves(self, leaves: Sequence[Any], inputs: Sequence[Tensor]) -> set[int]:
+        """The ids of the inputs on which results depend.
 
         Raises:
-            ValueError: they depend on others than those given.
+            ValueError: they depend on other tensors, too.
         """
-        known = {id(x) for x in [*points, *stand_ins]}
-        edges = {x.grad_fn: id(x) for x in points if x.grad_fn is not None}
-        reached: set[int] = set()
-        waiting = [x for x in values if x.requires_grad]
-        nodes: list[Any] = [edge_of(x)[0] for x in waiting]
-        seen = set(nodes)
-        for node in nodes:  # which grows
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, Tensor):
-                reached.add(id(leaf))
-                if id(leaf) not in known:
-                    raise ValueError(
-                        f"`{self.name}` takes a tensor of shape {tuple(leaf.shape)} that requires grad in a way that "
-                        "cannot be seen, or another one than when it was called, so there would be no gradient for it: "
-                        "pass it as an argument"
-                    )
-            elif node not in edges:
-                for following, _ in node.next_functions:
-                    if following is not None and following not in seen:
-                        seen.add(following)
-                        nodes.append(following)
+        reached, others = leaves_behind([x for x in leaves if isinstance(x, Tensor)], inputs)
+        for leaf in others:
+            raise ValueError(
+                f"`{self.name}` takes a tensor of shape {tuple(leaf.shape)} that requires grad in a way that "
+                "cannot be seen, or another one than when it was called, so there would be no gradient for it: "
+                "pass it as an argument"
+            )
         return reached
 
     def _has_tangents(self) -> bool:

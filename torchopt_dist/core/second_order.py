@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.graphs import edge_of, edges_behind
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.torch_private import is_refusal, once_differentiable_name
 
@@ -137,11 +138,12 @@ def guarded(
     refusing = _refusing(nodes)
     if not refusing:
         return list(grads)
-    behind = _behind(refusing)
+    following = [edge for node in refusing for edge in node.next_functions if edge[0] is not None]
+    behind = {edge for edge, _ in edges_behind(following)}
     leaves = [leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor)]
     known = {id(leaf) for leaf in leaves}
     leaves += [x for x in inputs if x.requires_grad and id(x) not in known]
-    some = [grad if _edge(x) in behind else None for grad, x in zip(grads, inputs, strict=True)]
+    some = [grad if edge_of(x) in behind else None for grad, x in zip(grads, inputs, strict=True)]
     made = with_refusal(some, leaves, _text_of(refusing))
     return [grad if one is None else one for one, grad in zip(made, grads, strict=True)]
 
@@ -203,24 +205,6 @@ def nodes_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[A
                 seen.add(following)
                 found.append(following)
     return found
-
-
-def _behind(nodes: Iterable[Any]) -> set[tuple[Any, int]]:
-    """The edges that lead on from nodes."""
-    found: set[tuple[Any, int]] = set()
-    waiting = [edge for node in nodes for edge in node.next_functions]
-    while waiting:
-        edge = waiting.pop()
-        if edge not in found and edge[0] is not None:
-            found.add(edge)
-            waiting += edge[0].next_functions
-    return found
-
-
-def _edge(tensor: Tensor) -> tuple[Any, int]:
-    with torch.enable_grad():
-        edge = torch.autograd.graph.get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
 
 
 class _Guarded(torch.autograd.Function):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import optree
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchopt_dist import pytree
 from torchopt_dist.core.functional import replaced
+from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.torch_private import (
     entrances_for_tensors,
     is_functorch_tensor,
@@ -20,20 +22,11 @@ from torchopt_dist.torch_private import (
     sequence_numbers,
     tensor_at_level,
     transform_level,
+    transforms_are_active,
 )
 
-__all__ = [
-    "Edge",
-    "OnlyThese",
-    "StandIns",
-    "Substitute",
-    "Watch",
-    "edge_of",
-    "tensors_in",
-]
+__all__ = ["Finding", "Substitute", "finding"]
 
-Edge = tuple[Any, int]
-"""A node of the graph, and which of its results."""
 _LEAVES = (bool, int, float, str, torch.dtype, torch.device)
 _FOLLOWING_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -53,8 +46,6 @@ class Substitute(TorchFunctionMode):
         super().__init__()
         self.met = set() if met is None else met
         self.others = {id(old): new for old, new in zip(found, others, strict=True)}
-        self.entered: set[int] = set()
-        """The ids of what has entered an operation, where contexts note it that find tensors."""
         self.entrances = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -97,21 +88,60 @@ class Substitute(TorchFunctionMode):
         return other
 
 
-class Watch(Substitute):
-    """Records the tensors of a transform that come from outside; nothing is replaced."""
+class Finding(Substitute, ABC):
+    """A context that finds the tensors from outside that may have a gradient; see :func:`finding`."""
 
-    def __init__(self, known: Sequence[Tensor], closed_over: Sequence[Tensor], name: str = "matvec") -> None:
+    follows_graph = False
+    """A graph from outside was differentiated, in which no others can be in the places of its tensors."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__((), ())
-        self.name = name
-        self.closed_over = {id(tensor) for tensor in closed_over}
-        self.level = transform_level()
+        self.points = known
         self.known = {id(tensor): tensor for tensor in known}
         self.found: list[Tensor] = []
+        self.entered: set[int] = set()
+        """The ids of what has entered an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        self.known.update((id(tensor), tensor) for tensor in tensors_in(result))
+        self.known.update((id(tensor), tensor) for tensor in _tensors_in(result))
         return result
+
+    @property
+    def stand_ins(self) -> list[Tensor]:
+        """What is in the places of ``found``."""
+        return [self.stand_in_of(tensor) for tensor in self.found]
+
+    @abstractmethod
+    def used_by(self, values: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of ``found`` on which values depend, and leaves on which they depend in a way that was not seen."""
+
+
+def finding(known: Sequence[Tensor], outside: Sequence[Tensor], name: str) -> Finding:
+    """A context in which a function is called once, which finds the tensors from outside that it takes.
+
+    Later calls are made inside of a :class:`Substitute`, with others in the places of these.
+
+    Args:
+        known: the function's arguments; outside of ``torch.func``, they are leaves.
+        outside: tensors that the function reaches by its names.
+        name: its name, for messages.
+    """
+    return _Watch(known, outside, name) if transforms_are_active() else _StandIns(known, outside)
+
+
+class _Watch(Finding):
+    """Records the tensors of a transform that come from outside; nothing is replaced."""
+
+    def __init__(self, known: Sequence[Tensor], outside: Sequence[Tensor], name: str) -> None:
+        super().__init__(known)
+        self.name = name
+        self.outside = {id(tensor) for tensor in outside}
+        self.level = transform_level()
+
+    def used_by(self, values: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """All, since there is no graph to look at."""
+        return self.found, []
 
     def _other(self, leaf: Any) -> Any:
         self.entered.add(id(leaf))
@@ -122,7 +152,7 @@ class Watch(Substitute):
 
     def _note(self, tensor: Tensor) -> None:
         inner = tensor_at_level(tensor, self.level)
-        if inner is not tensor and id(inner) in self.closed_over - self.known.keys():
+        if inner is not tensor and id(inner) in self.outside - self.known.keys():
             raise ValueError(
                 f"inside a `torch.func` transform, `{self.name}` must not apply another one to a tensor that it "
                 f"closes over: pass `functools.partial({self.name}, tensor)` instead"
@@ -131,31 +161,35 @@ class Watch(Substitute):
             self.found.append(tensor)
 
 
-class _FromOutside(Substitute):
-    """Tells which tensors come from outside and require grad, of those that are not known."""
+class _StandIns(Finding):
+    """Replaces each tensor from outside that requires grad by a leaf with its values."""
 
-    def __init__(
-        self,
-        found: Sequence[Tensor],
-        others: Sequence[Tensor],
-        known: Sequence[Tensor],
-        outside: Sequence[Tensor],
-    ) -> None:
-        super().__init__(found, others)
+    def __init__(self, known: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
+        super().__init__(known)
         self.outside = {id(tensor) for tensor in outside}
-        self.known = {id(tensor): tensor for tensor in [*others, *known]}
         self.since = next_sequence_number()
 
+    def used_by(self, values: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """By a walk over the values' graph, which begins at stand-ins and arguments."""
+        reached, hidden = leaves_behind(values, [*self.points, *self.stand_ins])
+        return [tensor for tensor in self.found if id(self.others[id(tensor)]) in reached], hidden
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
-        self.known.update((id(tensor), tensor) for tensor in tensors_in(result))
-        return result
+        if func in _FOLLOWING_GRAPHS and any(map(self._is_outside, _tensors_in(args[:1]))):
+            self.follows_graph = True
+            result = func(*args, **(kwargs or {}))
+            self.known.update((id(tensor), tensor) for tensor in _tensors_in(result))
+            return result
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _other(self, leaf: Any) -> Any:
         self.entered.add(id(leaf))
         # Where a tensor enters other than as an argument of an operation, what is asked here comes here, too.
         if id(leaf) not in self.others and isinstance(leaf, Tensor) and self._is_outside(leaf):
-            self._meet(leaf)
+            stand_in = leaf.detach().requires_grad_()
+            if id(leaf) not in self.others:
+                self.others[id(leaf)] = self.known[id(stand_in)] = stand_in
+                self.found.append(leaf)
         return self.others.get(id(leaf), leaf)
 
     def _is_outside(self, tensor: Tensor) -> bool:
@@ -164,67 +198,7 @@ class _FromOutside(Substitute):
         node = tensor.grad_fn  # results of autograd functions are not seen, but their nodes are new
         return node is None or id(tensor) in self.outside or sequence_numbers(node)(node) < self.since
 
-    def _meet(self, tensor: Tensor) -> None:
-        """Do something about a tensor from outside."""
-        raise NotImplementedError
 
-
-class StandIns(_FromOutside):
-    """Replaces each tensor from outside that requires grad by a leaf with its values; ``found`` are these tensors."""
-
-    def __init__(self, known: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
-        super().__init__((), (), known, outside)
-        self.found: list[Tensor] = []
-        self.follows_graph = False
-        """A graph from outside was differentiated, which stand-ins are not in."""
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What stands in the places of ``found``."""
-        return [self.others[id(tensor)] for tensor in self.found]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FOLLOWING_GRAPHS and any(map(self._is_outside, tensors_in(args[:1]))):
-            self.follows_graph = True
-            result = func(*args, **(kwargs or {}))
-            self.known.update((id(tensor), tensor) for tensor in tensors_in(result))
-            return result
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _meet(self, tensor: Tensor) -> None:
-        stand_in = tensor.detach().requires_grad_()
-        if id(tensor) not in self.others:
-            self.others[id(tensor)] = self.known[id(stand_in)] = stand_in
-            self.found.append(tensor)
-
-
-class OnlyThese(_FromOutside):
-    """As :class:`Substitute`, and refuses other tensors that come from outside and require grad."""
-
-    def __init__(self, known: Sequence[Tensor], found: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        super().__init__(found, others, known, ())
-
-    def _meet(self, tensor: Tensor) -> None:
-        raise ValueError(
-            "`matvec` must take the same tensors in each call, also in backward: it now takes one of shape "
-            f"{tuple(tensor.shape)} that it did not take in the solver's call. Pass "
-            "`functools.partial(matvec, tensor)` with what is changed or made anew"
-        )
-
-
-def edge_of(tensor: Tensor) -> Edge:
-    """The node that made a tensor, or that accumulates a leaf's gradient, and which of its results the tensor is."""
-    with torch.enable_grad():
-        if (
-            tensor.grad_fn is None and tensor.layout != torch.strided
-        ):  # torch asks a view, which a sparse tensor lacks
-            copied: Any = tensor.clone().grad_fn
-            found: Edge = copied.next_functions[0]
-            return found
-        edge = torch.autograd.graph.get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
+def _tensors_in(tree: Any) -> list[Tensor]:
     """The tensors of a tree, without what is in objects."""
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -16,7 +16,7 @@ from torchopt_dist.core.generators import States, have_changed, restore, states
 from torchopt_dist.core.random_turns import change_generators
 from torchopt_dist.torch_private import entrances_for_tensors
 
-__all__ = ["Surroundings"]
+__all__ = ["Surroundings", "autocast"]
 
 
 class Surroundings:
@@ -25,7 +25,7 @@ class Surroundings:
     def __init__(self) -> None:
         self._dtype = torch.get_default_dtype()
         self._device = torch.get_default_device()
-        self._autocast = _autocast()
+        self._autocast = autocast()
         self._replaced = Replacements(entrances_for_tensors())
         self._states: States | None = states()
 
@@ -54,6 +54,7 @@ class Surroundings:
             yield
 
 
-def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+def autocast() -> list[tuple[str, bool, torch.dtype]]:
+    """For each kind of device whether it is on, and its dtype."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in devices]

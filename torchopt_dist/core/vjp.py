@@ -29,6 +29,7 @@ def vjp(
     *,
     once: bool = False,
     zeros: bool = True,
+    wanted: Sequence[bool] | None = None,
 ) -> tuple[Tensors, Callable[[Sequence[Tensor]], list[Any]]]:
     """Evaluate a function once, and return its value and its products with cotangents.
 
@@ -37,11 +38,18 @@ def vjp(
         primals: the point at which to evaluate it; floating-point tensors.
         once: whether one product is asked for, whose graph is then let go of.
         zeros: whether a primal that is not used has zeros for a gradient; outside of ``torch.func`` it can be ``None``.
+        wanted: which primals get gradients, if not all; for the others the function gives ``None``.
 
     Returns:
         The values, and a function from cotangents, one for each value, to gradients, one for each primal. If grad mode
         is on now, the gradients are differentiable with regard to the primals and the cotangents.
     """
+    if wanted is not None:
+        some = [primal for primal, is_wanted in zip(primals, wanted, strict=True) if is_wanted]
+        values, pull_some = vjp(
+            lambda points: function(_mixed(points, primals, wanted)), some, once=once, zeros=zeros
+        )
+        return values, lambda cotangents: _mixed(pull_some(cotangents), [None] * len(primals), wanted)
     if transforms_are_active():
         pulled: Any
         values, pulled = torch.func.vjp(lambda *points: tuple(function(list(points))), *primals)  # type: ignore[misc]
@@ -59,6 +67,12 @@ def vjp(
             values, cotangents, points, create_graph=differentiable, retain_graph=keep
         )
     return values, lambda cotangents: pull(values, points, cotangents, differentiable, retain_graph=keep)
+
+
+def _mixed(some: Sequence[Any], others: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    """The others, with some in the places of those that are wanted."""
+    following = iter(some)
+    return [next(following) if is_wanted else other for other, is_wanted in zip(others, wanted, strict=True)]
 
 
 def pull(

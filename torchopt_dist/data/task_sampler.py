@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from torchopt_dist.arguments.missing_names import missing_methods
 from torchopt_dist.arguments.options import hinted
+from torchopt_dist.data._integer import integer
 
 __all__ = ["Task", "TaskSampler"]
 
@@ -77,10 +78,10 @@ class TaskSampler:
         labels: Sequence[Any] | Tensor | None = None,
         seed: int = 0,
     ) -> None:
-        self.ways = _integer("ways", ways, 1)
-        self.shots = _integer("shots", shots, 1)
-        self.queries = _integer("queries", queries, 0)
-        self.seed = _integer("seed", seed, None)
+        self.ways = integer("ways", ways, 1)
+        self.shots = integer("shots", shots, 1)
+        self.queries = integer("queries", queries, 0)
+        self.seed = integer("seed", seed, None)
         self._dataset = _as_dataset(dataset)
         count = len(self._dataset)
         found = _plain(_labels_of(self._dataset) if labels is None else labels)
@@ -101,7 +102,7 @@ class TaskSampler:
             TypeError: ``index`` is not an integer; an item of the dataset is no tensor.
             ValueError: it is negative.
         """
-        index = _integer("index", index, 0)
+        index = integer("index", index, 0)
         generator = torch.Generator()
         generator.manual_seed((self.seed * 0x9E3779B97F4A7C15 + index * 0xD1342543DE82EF95 + 1) % 2**63)
         places = list(self._places.values())
@@ -153,7 +154,11 @@ class TaskSampler:
     def _items(self, places: list[int]) -> Tensor:
         if isinstance(self._dataset, TensorDataset):
             return self._dataset.tensors[0][places]
-        items = [_example(self._dataset, place) for place in places]
+        if places and hasattr(self._dataset, "__getitems__"):  # torch's protocol of a whole batch
+            pairs = self._dataset.__getitems__(places)
+            items = [_of_pair(pair, place) for pair, place in zip(pairs, places, strict=True)]
+        else:
+            items = [_example(self._dataset, place) for place in places]
         return torch.stack(items) if items else _example(self._dataset, 0)[None][:0]
 
     def _check(self) -> None:
@@ -170,14 +175,6 @@ class TaskSampler:
                 f"`dataset` must have shots + queries = {needed} items of each class, but {_listed(short)}: lower "
                 "`shots` or `queries`, or leave these out by `classes`"
             )
-
-
-def _integer(name: str, value: Any, least: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__} {value!r:.80}")
-    if least is not None and value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}")
-    return int(value)
 
 
 def _as_dataset(dataset: Any) -> Any:
@@ -210,11 +207,10 @@ def _labels_of(dataset: Any) -> Any:
         labels = getattr(dataset, name, None)
         if isinstance(labels, (Sequence, Tensor)) and len(labels) == len(dataset):
             return labels
-    return [_pair(dataset, place)[1] for place in range(len(dataset))]
+    return [_pair(dataset[place], place)[1] for place in range(len(dataset))]
 
 
-def _pair(dataset: Any, place: int) -> Any:
-    item = dataset[place]
+def _pair(item: Any, place: int) -> Any:
     if not isinstance(item, (tuple, list)) or len(item) < 2:
         raise TypeError(
             f"`dataset` must give a pair of a tensor and its label, got {type(item).__name__} at index {place}"
@@ -223,7 +219,11 @@ def _pair(dataset: Any, place: int) -> Any:
 
 
 def _example(dataset: Any, place: int) -> Tensor:
-    example = _pair(dataset, place)[0]
+    return _of_pair(dataset[place], place)
+
+
+def _of_pair(item: Any, place: int) -> Tensor:
+    example = _pair(item, place)[0]
     if not isinstance(example, Tensor):
         raise TypeError(
             f"`dataset` must give tensors, got {type(example).__name__} at index {place}: give the dataset a transform "

@@ -19,8 +19,10 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.binding import bind
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.core.types import LinearSolver, OptionalTensor, TensorTree
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
@@ -177,6 +179,7 @@ class Found(NamedTuple):
 Look: TypeAlias = Callable[[Found], None]
 
 
+@uncompiled
 def attach(
     optimality_fn: Callable[..., TensorTree],
     solution: TensorTree,
@@ -185,6 +188,7 @@ def attach(
     places: Sequence[int],
     solver: Solver,
     look: Look | None = None,
+    batch: tuple[int, ...] = (),
 ) -> Any:
     """Connect a solution with the arguments that it depends on.
 
@@ -197,24 +201,12 @@ def attach(
         solver: the linear solver.
         look: is shown what each backward pass has found. With it, a tensor that ``optimality_fn`` does not use gets no
             gradient where that can be seen, which is outside of ``torch.func``; without it, zeros.
+        batch: the leading dimensions of the solution and of the function's values, if these are many equations, each
+            for its own part of the solution; the linear solver then gets as many systems.
 
     Returns:
         A tree with the values of ``solution``.
     """
-    # A compiler goes on after this, as it does after an inner loop.
-    run = torch.compiler.disable(_attached) if torch.compiler.is_compiling() else _attached
-    return run(optimality_fn, solution, others, named, places, solver, look)
-
-
-def _attached(
-    optimality_fn: Callable[..., TensorTree],
-    solution: TensorTree,
-    others: Sequence[Any],
-    named: dict[str, Any],
-    places: Sequence[int],
-    solver: Solver,
-    look: Look | None,
-) -> Any:
     x, spec = pytree.flatten(solution)
     for leaf in x:
         if not _is_real(leaf):
@@ -230,7 +222,7 @@ def _attached(
     tensors = [leaves[n] for n in ours] + [leaves[n].detach() for n in fixed]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     paired = [leaf.is_complex() for leaf in x]
-    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look)
+    equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look, batch)
     detached = _real_pairs([leaf.detach() for leaf in x])
     made = _Root.apply(equation, solver, len(x), *detached, *tensors)
     return pytree.unflatten(spec, _complex_again(made, paired))
@@ -250,6 +242,7 @@ class _Equation:
     of a function that has conjugates or absolute values in it, as every real loss's gradient, is not a complex matrix.
     """
     look: Look | None
+    batch: tuple[int, ...]
 
     def given(self, tensors: Tensors) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of the optimality function after the solution."""
@@ -301,84 +294,57 @@ class _Root(torch.autograd.Function):
         refuse_forward_mode()
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Solve ``(∂F/∂x)ᴴ u = x's gradient``; the gradient of ``θ`` is ``-(∂F/∂θ)ᴴ u``."""
         saved = list(ctx.saved_tensors)  # once: a checkpoint gives them up then
+        equation, solver = ctx.equation, ctx.solver
         x, others = saved[: ctx.count], saved[ctx.count :]
         wanted = ctx.needs_input_grad[3 + ctx.count :]
-        way = _once if not torch.is_grad_enabled() and not transforms_are_active() else _differentiably
+        linearized = _linearized if torch.is_grad_enabled() or transforms_are_active() else _linearized_once
         with torch.autocast(grads[0].device.type, enabled=False):
-            found = way(ctx.equation, ctx.solver, x, others, wanted, list(grads))
+            values, pulled, operator, params = linearized(equation, x, others, wanted)
+            refuse_left_out(values)
+            u, _ = solver.solve(operator, params, list(grads), equation.spec)
+            found = pulled([-leaf for leaf in u])
+        unused = [place for place, grad in enumerate(found) if wanted[place] and grad is None]
+        if equation.look is not None:
+            equation.look(Found(x, values, list(grads), u, equation.given(others)[0], unused))
+        else:
+            for place in unused:
+                found[place] = torch.zeros_like(others[place], requires_grad=torch.is_grad_enabled())
         return (*([None] * (3 + ctx.count)), *found)
 
 
-def _differentiably(
-    equation: _Equation,
-    solver: Solver,
-    x: Tensors,
-    others: Tensors,
-    wanted: Sequence[bool],
-    grads: Tensors,
-) -> list[Tensor | None]:
+_Linearization: TypeAlias = tuple[
+    Tensors, Callable[[Sequence[Tensor]], list[OptionalTensor]], LinearOperator, Tensors
+]
+"""The values of an equation, the gradients of its tensors, the transposed Jacobian and the parameters of that."""
+
+
+def _linearized(equation: _Equation, x: Tensors, others: Tensors, wanted: Sequence[bool]) -> _Linearization:
     # What was saved may be wrapped by a `torch.func` transform that has ended; a view of it is not.
     x, others = [leaf.view_as(leaf) for leaf in x], [other.view_as(other) for other in others]
-    operator = TransposedJacobian(equation, len(x))
-    u, _ = solver.solve(operator, [*x, *others], grads, equation.spec)
-
-    def values_of(some: Tensors) -> Tensors:
-        given = iter(some)
-        return equation(x, [next(given) if w else other for other, w in zip(others, wanted, strict=True)])
-
-    some = [other for other, is_wanted in zip(others, wanted, strict=True) if is_wanted]
-    values, pulled = vjp(values_of, some, zeros=equation.look is None)
-    refuse_left_out(values)
-    return _told(equation, x, values, grads, u, others, wanted, pulled([-leaf for leaf in u]))
+    values, pulled = vjp(functools.partial(equation, x), others, zeros=False, wanted=wanted)
+    return values, pulled, TransposedJacobian(equation, len(x), equation.batch), [*x, *others]
 
 
-def _once(
-    equation: _Equation,
-    solver: Solver,
-    x: Tensors,
-    others: Tensors,
-    wanted: Sequence[bool],
-    grads: Tensors,
-) -> list[Tensor | None]:
-    """The gradients, with a single evaluation of the function, whose graph serves all products."""
+def _linearized_once(
+    equation: _Equation, x: Tensors, others: Tensors, wanted: Sequence[bool]
+) -> _Linearization:
+    """By a single evaluation of the function, whose graph serves all products."""
     with torch.enable_grad():
         point = [leaf.detach().requires_grad_() for leaf in x]
         given = [
             other.detach().requires_grad_(is_wanted) for other, is_wanted in zip(others, wanted, strict=True)
         ]
         values = equation(point, given)
-    refuse_left_out(values)
-    u, _ = solver.solve(_Linearized(values, point), [], grads, equation.spec)
-    some = [other for other, is_wanted in zip(given, wanted, strict=True) if is_wanted]
-    weights = [-leaf for leaf in u]
-    found = pulled_back(values, weights, some)
-    if equation.look is None:
-        found = [
-            torch.zeros_like(one) if grad is None else grad for one, grad in zip(some, found, strict=True)
-        ]
-    return _told(equation, x, values, grads, u, others, wanted, found)
 
+    def pulled(cotangents: Sequence[Tensor]) -> list[OptionalTensor]:
+        found = iter(pulled_back(values, cotangents, [one for one in given if one.requires_grad]))
+        return [next(found) if one.requires_grad else None for one in given]
 
-def _told(
-    equation: _Equation,
-    x: Tensors,
-    values: Sequence[Tensor],
-    grads: Tensors,
-    u: Tensors,
-    others: Tensors,
-    wanted: Sequence[bool],
-    found: Sequence[OptionalTensor],
-) -> list[Tensor | None]:
-    """The gradients of all tensors, after what looks at them."""
-    rest = iter(found)
-    of_all = [next(rest) if is_wanted else None for is_wanted in wanted]
-    if equation.look is not None:
-        unused = [place for place, grad in enumerate(of_all) if wanted[place] and grad is None]
-        equation.look(Found(x, values, grads, u, equation.given(others)[0], unused))
-    return of_all
+    return values, pulled, _Linearized(values, point, equation.batch), []
 
 
 @dataclass(frozen=True)
@@ -387,6 +353,11 @@ class _Linearized(LinearOperator):
 
     values: Tensors
     point: Tensors
+    batch: tuple[int, ...]
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        return self.batch
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
         return pull(self.values, self.point, vector, True)

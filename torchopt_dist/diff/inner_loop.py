@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,10 +42,12 @@ from torchopt_dist.diff.adjoints._declared import (
 )
 from torchopt_dist.diff.adjoints._diagnosis import GradientNorms
 from torchopt_dist.diff.adjoints._loop import Batches, Carry, Loop, StopFn
+from torchopt_dist.diff.adjoints._micro_batches import MicroBatches
 from torchopt_dist.diff.adjoints._model import model_of
 from torchopt_dist.diff.adjoints._stream import Stream
 from torchopt_dist.diff.compiled._loop import compiled
 from torchopt_dist.diff.data_parallel import DataParallel, run_together
+from torchopt_dist.process.progress_bar import StepsBar, both
 from torchopt_dist.torch_private import forward_mode_is_active
 from torchopt_dist.transform.base import GradientTransformation
 
@@ -138,6 +140,9 @@ def inner_loop(
     compile: CompileMode = False,
     parallel: DataParallel | None = None,
     diagnose: bool = False,
+    accumulate: int | None = None,
+    progress: bool = False,
+    callback: Callable[[int, Tensor], Any] | None = None,
 ) -> InnerLoopResult:
     """Train for some steps, so that gradients flow through the training.
 
@@ -180,6 +185,16 @@ def inner_loop(
             ``gradient_norms`` are the norms of the outer gradient of the parameters after each step, and a
             ``RuntimeWarning`` says so where one is 10,000 times that after the last step, or not finite. It makes steps
             slower, and sees nothing inside ``vmap``.
+        accumulate: the number of micro-batches of a step. Each batch is split along dimension 0 into so many parts,
+            whose sizes differ by at most one, and a step is one update by the gradient of the whole batch. In the
+            backward pass, too, there is the graph of one part at a time, which is computed twice for it. A mean is
+            weighted by the parts' sizes; a loss whose examples count differently, as sequences with padding do, returns
+            a pair ``(sum, count)``, and the loss of the step is the quotient of their sums. Each part has random
+            numbers of its own, buffers go from part to part, and ``aux`` has a list, with what the loss returned for
+            each part. ``meta`` must list every tensor that the loss uses from outside and that requires grad.
+        progress: whether to show steps, loss and seconds left: as a bar in a terminal or a notebook, and elsewhere, as
+            well as on other ranks than 0, by records of ``logging`` at level INFO, one in ten seconds; needs tqdm.
+        callback: called after each step with its number and its loss, once a step, whatever the adjoint runs again.
 
     Returns:
         The adapted parameters, the last state, the losses, and the other values that the loss returned.
@@ -188,7 +203,8 @@ def inner_loop(
         TypeError: an argument has the wrong type; ``batches`` can be read once only, and the adjoint reads them again;
             the loss does not return a tensor, or, with ``has_aux``, a pair.
         ValueError: there are no parameters to move; ``batches`` has fewer than ``steps``; the loss has more than one
-            element, or does not depend on the parameters.
+            element, or does not depend on the parameters; ``accumulate`` is below 1, is given with ``compile``, or a
+            batch has nothing that can be split.
         NotImplementedError: the adjoint is not :class:`~torchopt_dist.Recorded`, and a level of forward-mode
             differentiation is open.
 
@@ -219,6 +235,9 @@ def inner_loop(
             compile,
             parallel,
             diagnose,
+            accumulate,
+            progress,
+            callback,
         )
     return made
 
@@ -238,6 +257,9 @@ def _inner_loop(
     compile: Any,
     parallel: Any,
     diagnose: Any,
+    accumulate: Any,
+    progress: Any,
+    callback: Any,
 ) -> InnerLoopResult:
     if not callable(loss):
         raise TypeError(
@@ -254,6 +276,12 @@ def _inner_loop(
         raise TypeError(
             f"`stop` must be a function of a step's number and its loss, got {type(stop).__name__}"
         )
+    if callback is not None and not callable(callback):
+        raise TypeError(
+            f"`callback` must be a function of a step's number and its loss, got {type(callback).__name__}"
+        )
+    if not isinstance(progress, bool):
+        raise TypeError(f"`progress` must be True or False, got {type(progress).__name__} {progress!r:.80}")
     if not isinstance(has_aux, bool):
         raise TypeError(f"`has_aux` must be True or False, got {type(has_aux).__name__} {has_aux!r}")
     check_mode(compile)
@@ -273,6 +301,7 @@ def _inner_loop(
         raise ValueError(
             "`diagnose` must be False with `shard` of DataParallel: each rank sees a part of the gradients"
         )
+    micro_batches = None if accumulate is None else _micro_batches(accumulate, batches, compile)
     norms = GradientNorms() if diagnose else None
     if norms is not None:
         optimizer, state = norms.watch(optimizer, state)
@@ -292,9 +321,11 @@ def _inner_loop(
         has_aux=has_aux,
         seed=draw_seed() if seed is None else _checked_seed(seed),
         first=begin,
+        state_is_given=state is not None,
         declared=tuple(
             differentiable([*tensors_of_meta(meta), *tensors_within(optimizer), *tensors_of_batches(given)])
         ),
+        accumulation=micro_batches,
     )
     if forward_mode_is_active() and takes_duals() and not isinstance(adjoint, Recorded):
         raise NotImplementedError(
@@ -304,25 +335,30 @@ def _inner_loop(
     if compile:
         loop = compiled(loop, compile)
     recording = torch.is_grad_enabled()
+    runs_again = recording and (adjoint.runs_again or accumulate is not None)
     bindings, held = None, []
-    if recording and adjoint.runs_again:
+    if runs_again:
         loop, bindings = _with_names_as_now(loop)
         held = loop.model.held()
     if parallel is not None:
         loop = parallel.spread(loop, adjoint, meta)
-    if recording:
-        outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
-        if not (loop.declared or adjoint.first_has_gradient):
-            _warn_of_nothing(type(adjoint).__name__)
-    else:
-        outcome = loop.run(loop.training_step, loop.own(loop.first))
+    bar = StepsBar("inner_loop", count) if progress else None
+    loop = replace(loop, tell=both(bar, callback))
+    with nullcontext() if bar is None else closing(bar):
+        if not recording:
+            outcome = loop.run(loop.training_step, loop.own(loop.first))
+        else:
+            outcome = adjoint.run(loop) if parallel is None else run_together(loop, adjoint)
+    if recording and not (loop.declared or adjoint.first_has_gradient):
+        _warn_of_nothing(type(adjoint).__name__)
     if bindings is not None:
-        refuse_state_in_attributes(loop, outcome.losses, held, type(adjoint).__name__)
+        what = f"todist.{type(adjoint).__name__}()" if adjoint.runs_again else "`accumulate`"
+        refuse_state_in_attributes(loop, outcome.losses, held, what)
         bindings.settle()
     losses = _all_in_one(outcome.losses)
     # Where nothing is recorded, too, another loop can train the parameters on.
     carry = outcome.carry if recording else loop.cut(outcome.carry)
-    adapted = loop.model.result(carry.params, carry.buffers, last=not (recording and adjoint.runs_again))
+    adapted = loop.model.result(carry.params, carry.buffers, last=not runs_again)
     last_state = loop.state_for_caller(carry.state)
     if norms is not None:
         return _DiagnosedResult.of(
@@ -384,6 +420,22 @@ def _type_name(thing: Any) -> str:
         remedy = f": write `todist.{own}(lr=...)`" if hasattr(ours, own) else ""
         return f"torch.optim.{kind.__name__}{remedy}"
     return f"the class {thing.__name__}: call it" if isinstance(thing, type) else type(thing).__name__
+
+
+def _micro_batches(accumulate: Any, batches: Any, compile: Any) -> MicroBatches:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+        raise TypeError(f"`accumulate` must be a number of micro-batches, got {type(accumulate).__name__}")
+    if accumulate < 1:
+        raise ValueError(f"`accumulate` must be at least 1 micro-batch, got {accumulate}")
+    if isinstance(batches, int) and not isinstance(batches, bool):
+        raise ValueError(
+            f"`accumulate` splits batches, and `batches` is a number of steps, {batches}: give a batch for each step"
+        )
+    if compile:
+        raise ValueError(
+            "`compile` must be False with `accumulate`, whose micro-batches are differentiated one by one"
+        )
+    return MicroBatches(accumulate)
 
 
 def _checked_seed(seed: Any) -> int:

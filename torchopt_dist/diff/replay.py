@@ -24,21 +24,18 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core import remat
+from torchopt_dist.core.graphs import nodes_between
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome, Seen
-from torchopt_dist.diff.adjoints._declared import (
-    depend_on_each_other,
-    leaf_like,
-    nodes_between,
-)
+from torchopt_dist.diff.adjoints._declared import depend_on_each_other, leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
+from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
 from torchopt_dist.diff.adjoints._places import state_places
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._store import Store, bytes_of
-from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared
 from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.process.free_memory import give_back
 from torchopt_dist.torch_private import bytes_of_results, memory_is_shared, outside_of_transforms
@@ -326,7 +323,7 @@ class _Replay:
             )
 
     def _choose_unit(self, loss: Tensor) -> None:
-        if self.loop.is_compiled or self.loop.ranks is not None or self.loop.blocks:
+        if self.loop.is_compiled or self.loop.ranks is not None or self.loop.blocks or self.loop.accumulation:
             return
         graph = sum(map(bytes_of_results, nodes_between([loss], [])))
         own = bytes_of(self.tensors(self.loop.first))

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from torchopt_dist import pytree
 from torchopt_dist.arguments.options import hinted
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import Samplable, SampleFunc
 from torchopt_dist.torch_private import transforms_are_active
 
@@ -347,6 +348,7 @@ class _Estimate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @in_rows
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found = weighted_noise(ctx.seeds, ctx.weights * grad, ctx.saved_tensors, ctx.draw)
         return None, None, *found

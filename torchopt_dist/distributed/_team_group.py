@@ -6,12 +6,9 @@ the first one also tells those that are still at work when it is done.
 
 from __future__ import annotations
 
-import functools
-import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,12 +22,11 @@ from torchopt_dist.collectives.watched_group import (
     watched_group,
 )
 from torchopt_dist.core.random_turns import lent
+from torchopt_dist.distributed._meeting import check_of, meet
 from torchopt_dist.distributed.calls.gather import gather
 from torchopt_dist.distributed.group.group import Group, answering_group
 from torchopt_dist.errors import CollectiveError, WorkerLostError
-from torchopt_dist.process import network
 from torchopt_dist.process.future import Future, as_completed
-from torchopt_dist.process.threads import settle_in_thread
 
 __all__ = ["Ranks", "as_member", "connected", "end_with", "tell_late"]
 
@@ -43,39 +39,16 @@ def connected(group: Group, ranks: Ranks) -> WatchedGroup:
     known: WatchedGroup | None = group.teams.get(ranks)
     if known is not None and not known.has_failed:
         return known
-    number = next(group.numbers)
-    host = network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    store = _store_at(host, 0, is_master=True)
-    joined = {rank: group.ask(rank, _join, ranks, number, host, store.port) for rank in ranks[1:]}
-    joined[group.rank] = Future()  # in a thread, since a worker may be lost while this one waits in C++
-    enter = functools.partial(_enter, group, ranks, number, store)
-    settle_in_thread(group.threads, enter, joined[group.rank], group.names[group.rank])
-    gather(joined, group.names, CONNECT_SECONDS)
+    meet(group, ranks, _enter, next(group.numbers), seconds=CONNECT_SECONDS)
     made: WatchedGroup = group.teams[ranks]
     return made
 
 
-def _join(ranks: Ranks, number: int, host: str, port: int) -> None:
-    """On another member: enter the process group."""
-    _enter(answering_group(), ranks, number, _store_at(host, port, is_master=False))
-
-
-def _store_at(host: str, port: int, *, is_master: bool) -> dist.TCPStore:
-    """Where the members of a team meet; its first one keeps it."""
-    limit = timedelta(seconds=CONNECT_SECONDS)
-    return dist.TCPStore(host, port, None, is_master=is_master, wait_for_workers=False, timeout=limit)
-
-
-def _enter(group: Group, ranks: Ranks, number: int, store: dist.Store) -> None:
+def _enter(group: Group, store: dist.Store, ranks: Ranks, number: int) -> None:
     earlier = group.teams.pop(ranks, None)
     if earlier is not None:
         dist.destroy_process_group(earlier)
-
-    def check() -> None:
-        for rank in ranks:
-            if rank in group.membership.failures:
-                raise group.membership.loss_of(rank)
-
+    check = check_of(group, ranks)
     group.teams[ranks] = registered(ranks, lambda rank, size: watched_group(rank, size, number, store, check))
 
 

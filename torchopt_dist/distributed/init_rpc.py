@@ -13,8 +13,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from torch.distributed import rpc
 
+from torchopt_dist.arguments.decorated import decorated_alone
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.arguments.parentheses import check_parentheses
 from torchopt_dist.distributed.group.group import find_group
 from torchopt_dist.distributed.life.process_group import BACKENDS
 from torchopt_dist.distributed.life.running_group import RunningGroup
@@ -41,7 +41,7 @@ def auto_init_rpc(
     worker_init_fn: Callable[[], Any] | None = None,
     worker_name_format: Callable[..., str] = default_worker_name_format,
     *,
-    transport: Literal["rpc", "zmq"] | None = None,
+    transport: Literal["auto", "rpc", "zmq"] | None = None,
     backend: rpc.BackendType | None = None,
     rpc_backend_options: rpc.RpcBackendOptions | None = None,
     on_loss: OnLoss = "end",
@@ -61,8 +61,8 @@ def auto_init_rpc(
         worker_name_format: called with the keywords ``world_rank``, ``world_size``, ``local_rank`` and
             ``local_world_size``; returns this worker's name, of letters, digits, ``-``, ``_`` and ``:``.
         transport: how messages travel: ``"rpc"`` is torch's RPC, ``"zmq"`` is ZeroMQ and needs the extra ``zmq``.
-            ``None`` takes the environment variable ``TODIST_TRANSPORT``; if that is not set, it means ``"zmq"`` with
-            ``on_loss="replace"``, and where torch is built without RPC, else ``"rpc"``.
+            ``"auto"`` is ``"zmq"`` with ``on_loss="replace"``, and where torch is built without RPC, else ``"rpc"``.
+            ``None`` takes the environment variable ``TODIST_TRANSPORT``, or ``"auto"`` if that is not set.
         backend: as in :func:`torch.distributed.rpc.init_rpc`; of the transport ``"rpc"`` only.
         rpc_backend_options: as in :func:`torch.distributed.rpc.init_rpc`; of the transport ``"rpc"`` only. Device maps
             are set here. Calls have no time-out unless ``rpc_timeout`` (seconds) differs from torch's default of 60.
@@ -91,7 +91,8 @@ def auto_init_rpc(
             raised inside ``main`` if ``main`` runs Python code at that time; its ``finally`` blocks then have 5 s.
         WorkerLostError: another rank was lost; it is raised inside ``main`` in the same way.
     """
-    check_parentheses("todist.auto_init_rpc", worker_init_fn)
+    if (alone := decorated_alone(auto_init_rpc, worker_init_fn)) is not None:
+        return alone
     for argument, value in (("worker_init_fn", worker_init_fn), ("worker_name_format", worker_name_format)):
         if value is not None and not callable(value):
             raise TypeError(f"{argument} must be callable, got {type(value).__name__} {value!r}")
@@ -171,7 +172,8 @@ def _check_same(here: tuple[Any, ...], asked: tuple[Any, ...]) -> None:
         "process_group",
     )
     for name, its, wanted in zip(names, here, asked, strict=True):
-        if wanted not in (its, None, default_worker_name_format, "end"):
+        whatever = "auto" if name == "transport" else None
+        if wanted not in (its, whatever, None, default_worker_name_format, "end"):
             raise InitializationError(
                 f"a second `auto_init_rpc` inside `main` uses the group that is there, but asks for another "
                 f"{name}: {wanted!r}, where the group has {its!r}"

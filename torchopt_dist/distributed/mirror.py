@@ -6,7 +6,6 @@ stay where they are computed, and one all-reduce sums them.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchopt_dist.arguments.options import hinted
+from torchopt_dist.collectives.watched_group import watched_group
+from torchopt_dist.distributed._meeting import beside, check_of, meet
 from torchopt_dist.distributed.calls.gather import GRACE_SECONDS, gather
 from torchopt_dist.distributed.group.group import Group, answering_group, current_group, find_group
 from torchopt_dist.distributed.group.mirrors import Before, Held, Options
 from torchopt_dist.distributed.messages.handle import StayingModule, hook_of
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.errors import ResidentError
-from torchopt_dist.process import network
 from torchopt_dist.process.future import Future, as_completed
-from torchopt_dist.process.threads import settle_in_thread
 
 __all__ = ["MirroredModule", "mirror"]
 
@@ -156,7 +155,7 @@ class MirroredModule(StayingModule):
         trained, options = self._held.trained(), self._changed_options()
         self._failed = "the module here has not taken it"
         replies = self._ask(_step, self._key, self._held.version, trained, options, before)
-        own = self._beside(lambda: self._held.reduce(trained))
+        own = beside(self._group, lambda: self._held.reduce(trained))
         _wait(own, replies)
         if own.done() and isinstance(own.exception(), (ResidentError, ValueError)):
             self._failed, self._options = None, []  # all workers know of it, and none has taken the step
@@ -217,21 +216,11 @@ class MirroredModule(StayingModule):
         gpus = {group.names[group.rank]: self._held.gpu()}
         gpus.update({group.names[rank]: gpu for rank, (gpu,) in copies.items()})
         backend = _chosen(backend, gpus)
-        host = network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        store = _store(host, 0, seconds, is_master=True)
         ranks = sorted([group.rank, *self._others])
-        replies = self._ask(_connect, self._key, host, store.port, ranks, backend, seconds)
-        own = self._beside(lambda: self._held.connect(store, group.rank, ranks, backend, seconds))
-        gather({**replies, group.rank: own}, group.names)
+        meet(group, ranks, _enter, self._key, backend == "nccl", seconds, seconds=seconds)
 
     def _ask(self, function: Callable[..., object], *args: Any) -> dict[int, Future[list[Any]]]:
         return {rank: self._group.ask(rank, function, *args) for rank in self._others}
-
-    def _beside(self, work: Callable[[], None]) -> Future[list[Any]]:
-        """Do work that waits in C++ for workers in another thread, since a worker may be lost meanwhile."""
-        future: Future[list[Any]] = Future()
-        settle_in_thread(self._group.threads, work, future, self._group.names[self._group.rank])
-        return future
 
     def _end(self) -> Exception | None:
         """Why the mirror cannot be used any more, if so."""
@@ -306,12 +295,6 @@ def _chosen(backend: str | None, gpus: dict[str, str | None]) -> str:
     return backend
 
 
-def _store(host: str, port: int, seconds: float, *, is_master: bool = False) -> dist.TCPStore:
-    """Where the workers that hold a mirror meet."""
-    limit = timedelta(seconds=seconds)
-    return dist.TCPStore(host, port, None, is_master=is_master, wait_for_workers=False, timeout=limit)
-
-
 def _let_go(group: Group, key: Key, others: list[int]) -> None:
     group.mirrors.release(key)
     for worker in others:
@@ -329,10 +312,14 @@ def _hold(key: Key, module: nn.Module, optimizer: torch.optim.Optimizer, version
     return held.gpu()
 
 
-def _connect(key: Key, host: str, port: int, ranks: list[int], backend: str, seconds: float) -> None:
-    group = answering_group()
-    store = _store(host, port, seconds)
-    group.mirrors.find(key).connect(store, group.rank, ranks, backend, seconds)
+def _enter(
+    group: Group, store: dist.Store, ranks: list[int], key: Key, on_gpus: bool, seconds: float
+) -> None:
+    """On each worker: enter the process group of those that hold the mirror."""
+    rank, limit = ranks.index(group.rank), timedelta(seconds=seconds)
+    check = check_of(group, ranks)
+    held = group.mirrors.find(key)
+    held.group = watched_group(rank, len(ranks), key[1], store, check, limit, on_gpus=on_gpus)
 
 
 def _drop(key: Key) -> None:

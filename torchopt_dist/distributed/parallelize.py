@@ -13,8 +13,8 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import torch
 from torch.futures import Future
 
+from torchopt_dist.arguments.decorated import decorated_alone
 from torchopt_dist.arguments.options import check_options, not_callable, only_the_function
-from torchopt_dist.arguments.parentheses import check_parentheses
 from torchopt_dist.core.random_turns import draw_seed_returnable
 from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed._split import check_split, split_only
@@ -381,7 +381,8 @@ def parallelize(
             adapted = todist.inner_loop(..., parallel=todist.DataParallel(team)).params
             return todist.mean_over(loss(adapted, x, y), team)
     """
-    check_parentheses("todist.parallelize", partitioner)
+    if (alone := decorated_alone(parallelize, partitioner)) is not None:
+        return alone
     settings = _checked("parallelize", partitioner, reducer, timeout, options)
     return functools.partial(_decorate, "parallelize", remote_sync_call, settings)
 
@@ -425,7 +426,8 @@ def parallelize_async(
     **options: Unpack[CallKwargs],
 ) -> Callable[[Callable[P, Any]], Callable[P, Future[Any]]]:
     """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
-    check_parentheses("todist.parallelize_async", partitioner)
+    if (alone := decorated_alone(parallelize_async, partitioner)) is not None:
+        return alone
     settings = _checked("parallelize_async", partitioner, reducer, timeout, options)
     return functools.partial(_decorate, "parallelize_async", remote_async_call, settings)
 

@@ -1,8 +1,8 @@
 """``Launcher(...).run(func, *args)`` → ``func(*args)`` on every worker → the values that all of them return.
 
-The way of a launch: ``launcher.py`` → ``_cluster.py`` (which machines) → ``_job.py`` (this process's side) →
-``_forkserver.py`` (a process that has imported torch) → ``_agent.py`` (one per host) → ``_worker.py`` (one per rank) →
-back to ``_job.py``.
+The way of a launch: ``launcher.py`` → ``cluster.py`` (which machines) → ``attempt.py`` (this process's side) →
+``forkserver.py`` (a process that has imported torch) → ``agent.py`` (one per host) → ``worker.py`` (one per rank) →
+back to ``attempt.py``.
 """
 
 from __future__ import annotations
@@ -27,23 +27,20 @@ from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist.arguments.options import close_to, hinted, not_callable
 from torchopt_dist.errors import InitializationError, RemoteError, TodistError
-from torchopt_dist.launching import _slurm as slurm
-from torchopt_dist.launching._attempts import Membership, UnreachedMachine, run_attempts
-from torchopt_dist.launching._breakpoint import terminal
-from torchopt_dist.launching._cluster import find_hosts
-from torchopt_dist.launching._environment import chosen_by, import_path, read_env_file
-from torchopt_dist.launching._machine import Machine
-from torchopt_dist.launching._messages import Header
-from torchopt_dist.launching._pickling import pack_task
-from torchopt_dist.launching._plan import Plan
-from torchopt_dist.launching._processes import allow_many_files
-from torchopt_dist.launching._remote import RemoteOptions, connect
-from torchopt_dist.launching._settings import Settings
-from torchopt_dist.launching._worker import importing, in_groups
+from torchopt_dist.launching.cluster import connect, find_hosts
+from torchopt_dist.launching.elastic import Membership, UnreachedMachine, run_attempts
+from torchopt_dist.launching.hosts import Plan
 from torchopt_dist.launching.logs import TerminalHandler, WorkerLogs, log_folder
+from torchopt_dist.launching.machines import Machine, RemoteOptions
+from torchopt_dist.launching.messages import Header
 from torchopt_dist.launching.options import LaunchOptions, args_section
+from torchopt_dist.launching.packing import pack_task
+from torchopt_dist.launching.processes import allow_many_files
 from torchopt_dist.launching.result import LaunchResult
+from torchopt_dist.launching.settings import Settings, import_path, matching, read_env_file
+from torchopt_dist.launching.worker import importing, in_groups, terminal
 from torchopt_dist.pickling.tracebacks import show_user_frames
+from torchopt_dist.process import slurm
 from torchopt_dist.process.liveness import VARIABLE, Liveness
 from torchopt_dist.process.signals import TERMINATED
 
@@ -92,12 +89,12 @@ class Launcher(LaunchOptions):
             ValueError: an option is out of range.
         """
         try:
-            given = vars(args)
+            values = vars(args)
         except TypeError:
             raise TypeError(
                 f"`args` must be what a parser has parsed, got {type(args).__name__} {args!r:.200}"
             ) from None
-        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def run(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> LaunchResult[T]:
         """Call ``func(*args, **kwargs)`` on every worker, and wait for all of them.
@@ -141,17 +138,6 @@ class Launcher(LaunchOptions):
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
         liveness = self.liveness or Liveness.from_environment({**os.environ, **added})
-        elastic = self.min_hosts is not None or self.max_hosts is not None
-        if elastic and self.on_loss != "end":
-            raise ValueError(
-                "`on_loss` must be 'end' with `min_hosts` or `max_hosts`, with which all workers start again when "
-                f"a host is lost, got {self.on_loss!r}"
-            )
-        if self.backend is not None and self.on_loss == "replace":
-            raise ValueError(
-                "`backend` must be None with on_loss='replace', since torch's process group takes up no new process, "
-                f"got {self.backend!r}"
-            )
         of_job = self.shell is None and isinstance(self.hosts, str) and slurm.is_in_job()
         remote = RemoteOptions(
             python=self.python or sys.executable,
@@ -159,10 +145,10 @@ class Launcher(LaunchOptions):
             shell=self.shell,
             otherwise="srun" if of_job else None,
             liveness=liveness,
-            env={**chosen_by(self.copy_env, os.environ), **added},
+            env={**matching(self.copy_env, os.environ), **added},
         )
         reach = functools.partial(connect, options=remote, seconds=self.start_timeout)
-        reach_at_start = functools.partial(reach, otherwise=UnreachedMachine) if elastic else reach
+        reach_at_start = functools.partial(reach, otherwise=UnreachedMachine) if self._is_elastic else reach
         hosts = find_hosts(self.hosts, self.nproc_per_host, reach_at_start)
         with contextlib.ExitStack() as stack:
             stack.enter_context(ended_in_order())
@@ -177,7 +163,9 @@ class Launcher(LaunchOptions):
             own = {VARIABLE: str(liveness), "TODIST_SECRET": added.get("TODIST_SECRET", secrets.token_hex())}
             setup = functools.partial(self._setup, folder, modules, Settings.capture(), {**added, **own})
             plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
-            membership = stack.enter_context(contextlib.closing(Membership(plan, reach))) if elastic else None
+            membership = (
+                stack.enter_context(contextlib.closing(Membership(plan, reach))) if self._is_elastic else None
+            )
             return run_attempts(plan, membership)
 
     def _setup(
@@ -192,7 +180,7 @@ class Launcher(LaunchOptions):
         if machine.here:
             env, path = {**os.environ, **added}, import_path()
         else:
-            env = {**machine.env, **chosen_by(self.copy_env, os.environ), **added}
+            env = {**machine.env, **matching(self.copy_env, os.environ), **added}
             ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
             path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
         env.pop("TODIST_INCARNATION", None)  # of a worker that launches itself
@@ -241,12 +229,12 @@ def launch(
         (2, 1)
     """
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        given: object = args
+        value: object = args
         remedy = "write `(x,)` for one argument"
-        if isinstance(given, int):
+        if isinstance(value, int):
             remedy = "the number of workers is `nproc_per_host=2`"
         raise TypeError(
-            f"`args` must be a tuple of arguments, got {type(given).__name__} {given!r:.80}: {remedy}"
+            f"`args` must be a tuple of arguments, got {type(value).__name__} {value!r:.80}: {remedy}"
         )
     kwargs = {} if kwargs is None else kwargs
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
@@ -336,19 +324,19 @@ def _modules_being_imported() -> frozenset[str]:
     Raises:
         InitializationError: one of them is imported on a worker of its own launch, which would launch without end.
     """
-    before, found = importing(), set()
+    before, names = importing(), set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if frame.f_code.co_name == "<module>" and name != "__main__":
-            found.add(name)
+            names.add(name)
         frame = frame.f_back
-    for name in sorted(before & found):
+    for name in sorted(before & names):
         raise InitializationError(
             f"module {name!r} launches workers at its top level, and these import it again, which would launch without "
             "end: launch in a function, or under `if __name__ == '__main__':`"
         )
-    return before | found
+    return before | names
 
 
 def _working_folder() -> str:

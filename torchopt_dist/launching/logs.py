@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torchopt_dist.launching._option_kinds import check_handler, check_integer
+from torchopt_dist.launching.options import check_handler, check_integer
 
 __all__ = ["LineSplitter", "TerminalHandler", "WorkerLogs", "log_folder", "on_ranks"]
 
@@ -97,20 +97,20 @@ def on_ranks(
     return handler
 
 
-def log_folder(asked: str | Path | None) -> Path | None:
+def log_folder(option: str | Path | None) -> Path | None:
     """The folder for the files of a launch.
 
     Args:
-        asked: the launcher's ``log_dir``.
+        option: the launcher's ``log_dir``.
 
     Raises:
         OSError: the folder cannot be made.
     """
-    if asked is None or asked == "none":
+    if option is None or option == "none":
         return None
-    if asked != "auto":
-        Path(asked).mkdir(parents=True, exist_ok=True)
-        return Path(asked)
+    if option != "auto":
+        Path(option).mkdir(parents=True, exist_ok=True)
+        return Path(option)
     root = Path(os.environ.get(VARIABLE) or DEFAULT).absolute()
     return root / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{secrets.token_hex(2)}"
 

@@ -7,7 +7,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from torchopt_dist.arguments.missing_names import missing_methods
 from torchopt_dist.errors import AgentFailedError, WorkerFailedError
-from torchopt_dist.launching._option_kinds import check_integer
+from torchopt_dist.launching.options import check_integer
 
 __all__ = ["LaunchResult"]
 

@@ -7,7 +7,7 @@ holds no tensors, so that autograd and ``torch.func`` see all of them as argumen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -56,30 +56,10 @@ class LinearOperator(ABC):
         """The operator of the transposed matrix, conjugated if it is complex."""
         return TransposedOperator(self)
 
-    def settle(self) -> None:
-        """The first solve is done; later products are those of the same matrix, whatever names mean by then."""
-        return
-
-    def pull_params(
-        self, params: Tensors, vector: Tensors, cotangents: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """The gradients of ``⟨cotangents, A(params) vector⟩`` with regard to those parameters that are wanted."""
-        some = [param for param, is_wanted in zip(params, wanted, strict=True) if is_wanted]
-
-        def product_of(some: Tensors) -> Tensors:
-            given = iter(some)
-            return self.apply([next(given) if w else p for p, w in zip(params, wanted, strict=True)], vector)
-
-        grads = iter(vjp(product_of, some)[1](cotangents))
-        return [next(grads) if is_wanted else None for is_wanted in wanted]
-
 
 @dataclass(frozen=True)
 class _Wrapper(LinearOperator):
     inner: LinearOperator
-
-    def settle(self) -> None:
-        self.inner.settle()
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -112,6 +92,13 @@ class TransposedJacobian(LinearOperator):
 
     function: Callable[[Tensors, Tensors], Tensors]
     count: int
+    batch: tuple[int, ...] = ()
+    """The leading dimensions of the function's values, of which each depends on its own part of the point alone."""
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The leading dimensions of every vector."""
+        return self.batch
 
     def apply(self, params: Tensors, vector: Tensors) -> Tensors:
         """Multiply, differentiably."""

@@ -7,49 +7,28 @@ systems", 1992.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.core.types import Numeric, TensorTree
-from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Preconditioner, Solver, System
+from torchopt_dist.linear_solve.solver import KrylovOptions, Outcome, Solver, System
 
 __all__ = ["BiCGSTAB", "solve_bicgstab"]
 
 
 @hinted
-def solve_bicgstab(
-    *,
-    ridge: Numeric | None = None,
-    init: TensorTree = None,
-    rtol: float = 1e-5,
-    atol: float = 0.0,
-    maxiter: int | None = None,
-    M: Preconditioner = None,
-    not_converged: NotConverged = "warn",
-) -> Solver:
+def solve_bicgstab(**options: Unpack[KrylovOptions]) -> Solver:
     """Stabilized biconjugate gradients, for any regular matrix: two products per iteration, and few vectors in memory.
 
     Args:
-        ridge: as in :func:`solve_cg`.
-        init: as in :func:`solve_cg`.
-        rtol: as in :func:`solve_cg`.
-        atol: as in :func:`solve_cg`.
-        maxiter: as in :func:`solve_cg`.
-        M: the preconditioner, applied from the right: a function of a tree, or ``'jacobi'``.
-        not_converged: as in :func:`solve_cg`.
+        options: as in :func:`solve_cg`; ``M`` is applied from the right, and need not be symmetric.
 
     Returns:
         The solver.
-
-    Raises:
-        ValueError: a number is out of its range, or ``not_converged`` is not one of the three values.
-        TypeError: ``M`` has the wrong type.
     """
-    return BiCGSTAB(
-        ridge=ridge, init=init, rtol=rtol, atol=atol, maxiter=maxiter, M=M, not_converged=not_converged
-    )
+    return BiCGSTAB(**options)
 
 
 @dataclass(frozen=True, kw_only=True)

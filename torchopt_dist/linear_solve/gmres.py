@@ -7,60 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.core.types import Numeric, TensorTree
-from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Preconditioner, Solver, System
+from torchopt_dist.linear_solve.solver import KrylovOptions, Outcome, Solver, System
 
 __all__ = ["GMRES", "solve_gmres"]
 
 
 @hinted
-def solve_gmres(
-    *,
-    ridge: Numeric | None = None,
-    init: TensorTree = None,
-    rtol: float = 1e-5,
-    atol: float = 0.0,
-    maxiter: int | None = None,
-    restart: int = 20,
-    M: Preconditioner = None,
-    not_converged: NotConverged = "warn",
-) -> Solver:
+def solve_gmres(*, restart: int = 20, **options: Unpack[KrylovOptions]) -> Solver:
     """Generalized minimal residuals, restarted, for any regular matrix: one product per iteration.
 
     Args:
-        ridge: as in :func:`solve_cg`.
-        init: as in :func:`solve_cg`.
-        rtol: as in :func:`solve_cg`.
-        atol: as in :func:`solve_cg`.
-        maxiter: the largest number of iterations, counted over all restarts; 10 times the number of elements, if not
-            given.
         restart: the number of iterations between restarts, and of vectors that are kept in memory.
-        M: the preconditioner, applied from the right: a function of a tree, or ``'jacobi'``.
-        not_converged: as in :func:`solve_cg`.
+        options: as in :func:`solve_cg`; ``maxiter`` counts the iterations of all restarts, and ``M`` is applied from
+            the right, and need not be symmetric.
 
     Returns:
         The solver.
 
     Raises:
-        ValueError: a number is out of its range, or ``not_converged`` is not one of the three values.
-        TypeError: ``M`` has the wrong type.
+        ValueError: ``restart`` is below 1; otherwise as :func:`solve_cg`.
     """
-    return GMRES(
-        ridge=ridge,
-        init=init,
-        rtol=rtol,
-        atol=atol,
-        maxiter=maxiter,
-        restart=restart,
-        M=M,
-        not_converged=not_converged,
-    )
+    return GMRES(restart=restart, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

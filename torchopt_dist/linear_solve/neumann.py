@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.core.types import Numeric
 from torchopt_dist.linear_solve.cg import dot
-from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Solver, System
+from torchopt_dist.linear_solve.solver import Outcome, Solver, SolverOptions, System
 
 __all__ = ["NeumannSeries", "solve_neumann"]
 
 
 @hinted
-def solve_neumann(
-    *,
-    ridge: Numeric | None = None,
-    alpha: float | None = None,
-    rtol: float = 1e-5,
-    atol: float = 0.0,
-    maxiter: int | None = None,
-    not_converged: NotConverged = "warn",
-) -> Solver:
+def solve_neumann(*, alpha: float | None = None, **options: Unpack[SolverOptions]) -> Solver:
     """Sum the Neumann series ``alpha · Σ (I - alpha · A)ⁱ b`` up to the power ``maxiter``: one product per power.
 
     It converges where all eigenvalues of ``I - alpha · A`` are inside the unit circle: for a symmetric positive
@@ -31,27 +23,16 @@ def solve_neumann(
     (Lorraine et al., 2020, https://arxiv.org/abs/1911.02590).
 
     Args:
-        ridge: as in :func:`solve_cg`.
         alpha: the factor; 1, if not given.
-        rtol: as in :func:`solve_cg`.
-        atol: as in :func:`solve_cg`.
-        maxiter: the highest power; 1000, if not given.
-        not_converged: as in :func:`solve_cg`.
+        options: as in :func:`solve_cg`; ``maxiter`` is the highest power, and 1000, if not given.
 
     Returns:
         The solver. It raises ``torch.linalg.LinAlgError`` if the series diverges.
 
     Raises:
-        ValueError: a number is out of its range, or ``not_converged`` is not one of the three values.
+        ValueError: ``alpha`` is not above 0; otherwise as :func:`solve_cg`.
     """
-    return NeumannSeries(
-        ridge=ridge,
-        alpha=1.0 if alpha is None else alpha,
-        rtol=rtol,
-        atol=atol,
-        maxiter=maxiter,
-        not_converged=not_converged,
-    )
+    return NeumannSeries(alpha=1.0 if alpha is None else alpha, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,23 +12,53 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import Numeric, TensorTree
-from torchopt_dist.core.vjp import Tensors, refuse_forward_mode
+from torchopt_dist.core.uncompiled import uncompiled
+from torchopt_dist.core.vjp import Tensors, refuse_forward_mode, vjp
 from torchopt_dist.linear_solve._closure import convert
 from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
 from torchopt_dist.linear_solve._vector_layout import VectorLayout
 
-__all__ = ["ConvergenceWarning", "NotConverged", "Outcome", "Solver", "SolverInfo", "System"]
+__all__ = [
+    "ConvergenceWarning",
+    "KrylovOptions",
+    "NotConverged",
+    "Outcome",
+    "Solver",
+    "SolverInfo",
+    "SolverOptions",
+    "System",
+    "jacobi",
+]
 
 NotConverged: TypeAlias = Literal["warn", "raise", "ignore"]
 """What a solve that has not reached its tolerance does with a result that is still useful."""
 Preconditioner: TypeAlias = Callable[[TensorTree], TensorTree] | Literal["jacobi"] | None
+
+
+class SolverOptions(TypedDict, total=False):
+    """What all iterative solvers take; :func:`solve_cg` says what each is."""
+
+    ridge: Numeric | None
+    rtol: float
+    atol: float
+    maxiter: int | None
+    not_converged: NotConverged
+
+
+class KrylovOptions(SolverOptions, total=False):
+    """What those take that can start elsewhere than at zeros, and be preconditioned."""
+
+    init: TensorTree
+    M: Preconditioner
 
 
 class ConvergenceWarning(UserWarning):
@@ -105,6 +135,7 @@ class Solver(ABC):
         """Solve ``matvec(x) = b``; as :meth:`with_info`, without the information."""
         return self.with_info(matvec, b)[0]
 
+    @uncompiled
     def with_info(self, matvec: Callable[[TensorTree], TensorTree], b: TensorTree) -> tuple[Any, SolverInfo]:
         """Solve ``matvec(x) = b``.
 
@@ -125,15 +156,10 @@ class Solver(ABC):
                 graph that it did not take before: pass ``functools.partial(f, tensor)``.
             NotImplementedError: it is called under ``torch.func.jvp`` or another forward-mode derivative.
         """
-        # A compiler goes on after the solve, as it does after an inner loop.
-        solve = torch.compiler.disable(self._with_info) if torch.compiler.is_compiling() else self._with_info
-        made: tuple[Any, SolverInfo] = solve(matvec, b)
-        return made
-
-    def _with_info(self, matvec: Callable[[TensorTree], TensorTree], b: TensorTree) -> tuple[Any, SolverInfo]:
-        leaves, spec = _vector(b, "b")
+        leaves, spec = check_vector(b, "b")
         operator, params = convert(matvec, spec, leaves)
         x, info = self.solve(operator, params, leaves, spec)
+        operator.function.settle()  # later products are those of the same matrix, whatever names mean by then
         return pytree.unflatten(spec, x), info
 
     def solve(
@@ -147,9 +173,7 @@ class Solver(ABC):
         start: Tensors = []
         if self.init is not None:
             start = pytree.flatten_like(spec, self.init, "init", "b")
-        found = solve_implicitly(self, spec, damped, params, b, start)
-        operator.settle()
-        return found
+        return solve_implicitly(self, spec, damped, params, b, start)
 
     @abstractmethod
     def run(self, system: System) -> Outcome:
@@ -245,6 +269,27 @@ class Solver(ABC):
         report(says, self.not_converged)
 
 
+def jacobi(diagonal: TensorTree) -> Callable[[TensorTree], TensorTree]:
+    """Make Jacobi's preconditioner from a diagonal that is known.
+
+    Args:
+        diagonal: a tree like ``b``, without zeros.
+
+    Returns:
+        A preconditioner, for the argument ``M`` of a solver.
+
+    Example:
+        >>> import torch
+        >>> jacobi({"w": torch.tensor([2.0, 4.0])})({"w": torch.ones(2)})
+        {'w': tensor([0.5000, 0.2500])}
+    """
+    return partial(_divided, diagonal)
+
+
+def _divided(diagonal: TensorTree, vector: TensorTree) -> TensorTree:
+    return pytree.tree_truediv(vector, diagonal)
+
+
 def report(says: str, not_converged: NotConverged) -> None:
     """Warn of a solution that is less accurate than was asked for, or raise, or ignore it."""
     if not_converged == "raise":
@@ -277,7 +322,13 @@ def check_not_converged(not_converged: str) -> None:
         raise ValueError(f"`not_converged` must be 'warn', 'raise' or 'ignore', got {not_converged!r}")
 
 
-def _vector(tree: TensorTree, name: str) -> tuple[Tensors, pytree.PyTreeSpec]:
+def check_vector(tree: TensorTree, name: str) -> tuple[Tensors, pytree.PyTreeSpec]:
+    """The leaves of a vector, and its structure.
+
+    Raises:
+        TypeError: it has leaves that are no floating-point tensors, or both real and complex ones.
+        ValueError: it has none.
+    """
     leaves, spec = pytree.flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
@@ -339,6 +390,7 @@ class _Solve(torch.autograd.Function):
         refuse_forward_mode()
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Solve ``Aᴴ u = x's gradient``; the gradient of ``b`` is ``u``, and that of ``A`` is ``-u xᴴ``."""
         count, started = ctx.counts
@@ -349,7 +401,9 @@ class _Solve(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4 + count + started :]
         of_params: list[Tensor | None] = [None] * len(params)
         if any(wanted):
-            of_params = ctx.operator.pull_params(params, x, [-leaf for leaf in u], wanted)
+            of_params = vjp(partial(ctx.operator.apply, vector=x), params, wanted=wanted)[1](
+                [-leaf for leaf in u]
+            )
         return (*([None] * 4), *u, *([None] * started), *of_params)
 
     @staticmethod

@@ -1,5 +1,6 @@
 """Modules → snapshots, copies, modules with other tensors in them, and modules with meta-gradients."""
 
+from torchopt_dist.nn.equilibrium import Equilibrium
 from torchopt_dist.nn.implicit_meta_module import ImplicitMetaGradientModule
 from torchopt_dist.nn.learned import LearnedHyperparameters, learned
 from torchopt_dist.nn.meta_module import MetaGradientModule
@@ -14,6 +15,7 @@ from torchopt_dist.nn.stateless import reparametrize, swap_state
 from torchopt_dist.nn.zero_order_module import ZeroOrderGradientModule
 
 __all__ = [
+    "Equilibrium",
     "ImplicitMetaGradientModule",
     "LearnedHyperparameters",
     "MetaGradientModule",

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.core.types import LinearSolver
-from torchopt_dist.linear_solve.solver import NotConverged
-from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
+from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolverOptions
 
 __all__ = ["Anderson", "anderson"]
 
@@ -25,12 +24,7 @@ def anderson(
     history: int = 5,
     damping: float = 1.0,
     ridge: float = 1e-8,
-    rtol: float = 1e-5,
-    atol: float = 1e-8,
-    maxiter: int = 100,
-    not_converged: NotConverged = "warn",
-    unroll: bool = False,
-    solve: LinearSolver | None = None,
+    **options: Unpack[NonlinearSolverOptions],
 ) -> NonlinearSolver:
     """Mix the last few steps so that their residual is smallest; takes fewer iterations than the plain iteration.
 
@@ -38,12 +32,7 @@ def anderson(
         history: the number of steps that are mixed, and of pairs of vectors that are kept, at least 1.
         damping: as in :func:`fixed_point_iteration`.
         ridge: regularizes the mixing, relative to its matrix; above 0.
-        rtol: as in :func:`fixed_point_iteration`.
-        atol: as in :func:`fixed_point_iteration`.
-        maxiter: as in :func:`fixed_point_iteration`.
-        not_converged: as in :func:`fixed_point_iteration`.
-        unroll: as in :func:`fixed_point_iteration`.
-        solve: as in :func:`fixed_point_iteration`.
+        options: as in :func:`fixed_point_iteration`.
 
     Returns:
         The solver.
@@ -51,17 +40,7 @@ def anderson(
     Raises:
         ValueError: a number is out of its range.
     """
-    return Anderson(
-        history=history,
-        damping=damping,
-        ridge=ridge,
-        rtol=rtol,
-        atol=atol,
-        maxiter=maxiter,
-        not_converged=not_converged,
-        unroll=unroll,
-        solve=solve,
-    )
+    return Anderson(history=history, damping=damping, ridge=ridge, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

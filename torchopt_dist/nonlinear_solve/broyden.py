@@ -7,29 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.core.types import LinearSolver
-from torchopt_dist.linear_solve.solver import NotConverged
-from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
+from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolverOptions
 
 __all__ = ["Broyden", "broyden"]
 
 
 @hinted
 def broyden(
-    *,
-    scale: float = 1.0,
-    history: int = 20,
-    rtol: float = 1e-5,
-    atol: float = 1e-8,
-    maxiter: int = 100,
-    not_converged: NotConverged = "warn",
-    unroll: bool = False,
-    solve: LinearSolver | None = None,
+    *, scale: float = 1.0, history: int = 20, **options: Unpack[NonlinearSolverOptions]
 ) -> NonlinearSolver:
     """Broyden's good method for ``function(x) = 0``: learn the inverse Jacobian from the steps themselves.
 
@@ -37,12 +28,7 @@ def broyden(
         scale: the initial inverse Jacobian is ``scale`` times the identity; not 0. With a contraction ``f``, use 1 for
             the function ``x - f(x)`` and -1 for ``f(x) - x``.
         history: the number of corrections, of two vectors each, after which all are dropped; at least 1.
-        rtol: as in :func:`newton`.
-        atol: as in :func:`newton`.
-        maxiter: as in :func:`newton`.
-        not_converged: as in :func:`fixed_point_iteration`.
-        unroll: as in :func:`fixed_point_iteration`.
-        solve: as in :func:`fixed_point_iteration`.
+        options: as in :func:`newton`, but for ``maxiter``, which is 100, if not given.
 
     Returns:
         The solver.
@@ -50,16 +36,7 @@ def broyden(
     Raises:
         ValueError: a number is out of its range.
     """
-    return Broyden(
-        scale=scale,
-        history=history,
-        rtol=rtol,
-        atol=atol,
-        maxiter=maxiter,
-        not_converged=not_converged,
-        unroll=unroll,
-        solve=solve,
-    )
+    return Broyden(scale=scale, history=history, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.core.types import LinearSolver
 from torchopt_dist.core.vjp import vjp
-from torchopt_dist.linear_solve.solver import NotConverged, Solver
-from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
+from torchopt_dist.linear_solve.solver import Solver
+from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolverOptions
 from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Newton", "newton"]
@@ -20,26 +20,15 @@ __all__ = ["Newton", "newton"]
 
 @hinted
 def newton(
-    *,
-    linear_solver: Solver | None = None,
-    rtol: float = 1e-5,
-    atol: float = 1e-8,
-    maxiter: int = 50,
-    not_converged: NotConverged = "warn",
-    unroll: bool = False,
-    solve: LinearSolver | None = None,
+    *, linear_solver: Solver | None = None, **options: Unpack[NonlinearSolverOptions]
 ) -> NonlinearSolver:
     """Newton's method for ``function(x) = 0``: solve with the Jacobian in every step.
 
     Args:
         linear_solver: solves for each step, such as ``linear_solve.solve_gmres()``; not inside ``torch.func``. By
             default the whole Jacobian is built, from as many products as there are elements.
-        rtol: relative tolerance: stop when ``‖function(x)‖`` is at most ``rtol · ‖x‖ + atol``.
-        atol: absolute tolerance; see ``rtol``.
-        maxiter: the largest number of iterations.
-        not_converged: as in :func:`fixed_point_iteration`.
-        unroll: as in :func:`fixed_point_iteration`.
-        solve: as in :func:`fixed_point_iteration`.
+        options: as in :func:`fixed_point_iteration`, for the residual ``‖function(x)‖``; ``maxiter`` is 50, if not
+            given.
 
     Returns:
         The solver. It raises ``torch.linalg.LinAlgError`` for a singular Jacobian.
@@ -52,15 +41,7 @@ def newton(
         >>> newton()(lambda x: x**2 - 2, torch.tensor(1.0))
         tensor(1.4142)
     """
-    return Newton(
-        linear_solver=linear_solver,
-        rtol=rtol,
-        atol=atol,
-        maxiter=maxiter,
-        not_converged=not_converged,
-        unroll=unroll,
-        solve=solve,
-    )
+    return Newton(linear_solver=linear_solver, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +49,7 @@ class Newton(NonlinearSolver):
     """The solver that :func:`newton` makes."""
 
     linear_solver: Solver | None = field(default=None)
+    maxiter: int = 50
     solves_for_root = True
 
     def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,22 +10,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.binding import bind
+from torchopt_dist.core.bound import Bound
+from torchopt_dist.core.substitution import Substitute, finding
 from torchopt_dist.core.types import LinearSolver, TensorTree
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vjp import Tensors
+from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator
+from torchopt_dist.linear_solve._vector_layout import VectorLayout
 from torchopt_dist.linear_solve.solver import NotConverged, SolverInfo, check_limits, report
-from torchopt_dist.nonlinear_solve._implicit import connected
 from torchopt_dist.torch_private import transforms_are_active
 
-__all__ = ["NonlinearSolver", "NonlinearSolverInfo"]
+__all__ = ["NonlinearSolver", "NonlinearSolverInfo", "NonlinearSolverOptions"]
+
+
+class NonlinearSolverOptions(TypedDict, total=False):
+    """What all solvers take; :func:`fixed_point_iteration` says what each is."""
+
+    rtol: float
+    atol: float
+    maxiter: int
+    not_converged: NotConverged
+    unroll: bool
+    solve: LinearSolver | None
 
 
 class NonlinearSolverInfo(NamedTuple):
@@ -72,6 +87,7 @@ class NonlinearSolver(ABC):
         """Solve; as :meth:`with_info`, without the information."""
         return self.with_info(function, init)[0]
 
+    @uncompiled
     def with_info(
         self, function: Callable[[TensorTree], TensorTree], init: TensorTree
     ) -> tuple[Any, NonlinearSolverInfo]:
@@ -90,14 +106,6 @@ class NonlinearSolver(ABC):
             ValueError: ``function`` returns another structure or other shapes, or differentiates what was computed
                 before the call.
         """
-        # A compiler goes on after the solve, as it does after an inner loop.
-        solve = torch.compiler.disable(self._with_info) if torch.compiler.is_compiling() else self._with_info
-        made: tuple[Any, NonlinearSolverInfo] = solve(function, init)
-        return made
-
-    def _with_info(
-        self, function: Callable[[TensorTree], TensorTree], init: TensorTree
-    ) -> tuple[Any, NonlinearSolverInfo]:
         leaves, spec = pytree.flatten(init)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
@@ -105,35 +113,60 @@ class NonlinearSolver(ABC):
                 raise TypeError(f"`init` must be a tree of floating-point tensors, got a leaf of {got}")
         if not leaves:
             raise ValueError(f"`init` must have at least one tensor, got {init!r:.80}")
-        sizes = [leaf.numel() for leaf in leaves]
+        layout = VectorLayout(leaves, 0)
+        start = layout.vector(leaves)
 
         def tree(vector: Tensor) -> Any:
-            parts = zip(vector.split(sizes), leaves, strict=True)
-            return pytree.unflatten(spec, [part.reshape(leaf.shape).to(leaf) for part, leaf in parts])
+            return pytree.unflatten(spec, layout.leaves(vector, like=leaves))
 
         def of_vector(vector: Tensor) -> Tensor:
-            value = pytree.flatten_like(spec, function(tree(vector)), "function(x)", "init")
+            x = pytree.unflatten(spec, layout.leaves(vector))
+            value = pytree.flatten_like(spec, function(x), "function(x)", "init")
             for got, leaf in zip(value, leaves, strict=True):
                 if got.shape != leaf.shape:
                     raise ValueError(
                         f"`function` must return the shapes that it takes: a leaf of shape {tuple(leaf.shape)} "
                         f"became one of shape {tuple(got.shape)}"
                     )
-            return torch.cat([leaf.reshape(-1).to(start) for leaf in value])
+            return layout.vector(value).to(start)
 
-        dtype = leaves[0].dtype
-        for leaf in leaves:
-            dtype = torch.promote_types(dtype, leaf.dtype)
-        start = torch.cat([leaf.reshape(-1).to(leaves[0].device, dtype) for leaf in leaves])
         backward: list[SolverInfo] = []
         if self.unroll or not torch.is_grad_enabled():
             x, info = self._run(of_vector, start, backward)
             return tree(x), info
         with torch.no_grad():
             x, info = self._run(of_vector, start, backward)
-        noting: Any = _Noting(as_solver(self.solve), backward)
-        solution = connected(bind(function), tree(x), for_root=self.solves_for_root, solver=noting)
-        return solution, info
+        return self._connected(bind(function), tree(x), _Noting(as_solver(self.solve), backward)), info
+
+    def _connected(self, function: Bound, solution: TensorTree, solver: Any) -> Any:
+        """The solution, connected to the tensors that the function takes from outside."""
+        leaves, spec = pytree.flatten(solution)
+        point = [leaf.detach() for leaf in leaves]
+        trial = finding(point, function.tensors, "function")
+        with torch.enable_grad(), trial:
+            value = function(pytree.unflatten(spec, point))
+        found, unseen = trial.used_by(pytree.flatten(value)[0])
+        if trial.follows_graph:
+            raise ValueError(
+                "`function` must not differentiate what was computed before the solver's call, since the solution's "
+                "gradient is taken by the equation, with other tensors in these places: compute that inside of "
+                "`function`, or give the solver `unroll=True`"
+            )
+        if unseen:
+            raise ValueError(
+                f"`function` takes a tensor of shape {tuple(unseen[0].shape)} that requires grad in a way that cannot "
+                "be seen, so there would be no gradient for it: give the solver `unroll=True`"
+            )
+        if not found:
+            return solution
+
+        def residual(x: TensorTree, others: list[Tensor]) -> TensorTree:
+            with Substitute(found, others):
+                value = function(x)
+            return value if self.solves_for_root else pytree.tree_sub(x, value)
+
+        function.settle()
+        return attach(residual, solution, [found], {}, [0], solver)
 
     @abstractmethod
     def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Any:

@@ -265,8 +265,8 @@ class MetaOptimizer:
                 ``steps=``), or a number of steps.
             adjoint: how the gradient is taken.
             meta: the tensors, trees and modules that the loss uses from outside.
-            options: ``has_aux``, ``seed``, ``steps``, ``stop``, ``compile``, ``parallel`` and ``diagnose`` of
-                :func:`torchopt_dist.inner_loop`.
+            options: ``has_aux``, ``seed``, ``steps``, ``stop``, ``compile``, ``parallel``, ``diagnose``,
+                ``accumulate``, ``progress`` and ``callback`` of :func:`torchopt_dist.inner_loop`.
 
         Returns:
             The result of the inner loop; its ``params`` is the optimizer's module.

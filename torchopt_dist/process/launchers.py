@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.process.slurm_lists import expand_nodes, expand_numbers
+from torchopt_dist.process.slurm import expand_nodes, expand_numbers
 
 __all__ = ["LAUNCHERS", "NAMES", "Row", "Task", "find_task", "world_variables"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -15,8 +15,11 @@ from torch import Tensor
 
 
 @contextmanager
-def tracing_gradients() -> Iterator[None]:
+def tracing_gradients(limit: int = 8, inputs: Iterable[str] = ()) -> Iterator[None]:
     """A context in which the compiler traces ``torch.autograd.grad``, for programs that can go backward several times.
+
+    A function may have ``limit`` programs there. Whole numbers whose names in the compiler's words match one of
+    ``inputs``, which it would take for constants for good, are inputs.
 
     Tensors from outside may have a history, which the gradient must not go into: it is taken with respect to tensors
     that the function itself has made.
@@ -28,7 +31,11 @@ def tracing_gradients() -> Iterator[None]:
     before = []
     _let_inputs_have_a_history()
     ours = _ours.set(True)
-    for module, name, value in _SETTINGS:
+    own = (
+        ("torch._dynamo.config", "recompile_limit", limit),
+        ("torch.compiler.config", "dynamic_sources", ",".join(inputs)),
+    )
+    for module, name, value in (*_SETTINGS, *own):
         config = import_module(module)  # it takes a second, and only programs that compile need it
         if hasattr(config, name):  # not by `config.patch`, which makes a class at each call
             before.append((config, name, getattr(config, name)))
@@ -53,7 +60,7 @@ def _let_inputs_have_a_history() -> None:
     torchs = getattr(module, "_collect_all_grad_fns", None)
     if torchs is not None and not isinstance(torchs, _Histories):
         module._collect_all_grad_fns = _Histories(torchs)
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_limit)  # once, however often it is added
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_is_logged)  # once, however often it is added
 
 
 @cache
@@ -63,29 +70,23 @@ def _take_leaves_as_they_are() -> None:
         torch.compiler.allow_in_graph(traced_leaf)
 
 
-class _Limit(logging.Filter):
-    """Keeps what torch says at length where there is one program too many, in place of the log."""
-
-    last = ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is logged."""
-        if not _ours.get() or "recompile_limit" not in record.getMessage():
-            return True
-        said = record.getMessage().partition("last reason: ")[2].partition("\n")[0]
-        self.last = said.partition(": ")[2].partition("  #")[0].strip()
-        return False
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Not what torch says at length where there is one program too many: a warning says it."""
+    return not (_ours.get() and "recompile_limit" in record.getMessage())
 
 
-_limit = _Limit()
+def is_one_program_too_many(error: Exception) -> bool:
+    """Whether an error says that there are as many programs already as there may be.
 
-
-def one_program_too_many(error: Exception) -> str | None:
-    """Which condition of the last program failed, if an error says that there are too many; else ``None``.
-
-    Without the names every such error is a refusal for good.
+    Without the name every such error is a refusal for good.
     """
-    return _limit.last if type(error).__name__ == "FailOnRecompileLimitHit" else None
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def as_input(number: int) -> int:
+    """A whole number that is an input of each program; without the name it is a constant of the first one."""
+    made: type[int] = getattr(import_module("torch.fx.experimental.sym_node"), "DynamicInt", int)
+    return made(number)
 
 
 class _Histories:
@@ -104,8 +105,8 @@ _SETTINGS = (
     ("torch._dynamo.config", "trace_autograd_ops", True),
     # A hook that a module gets after the first call makes another program.
     ("torch._dynamo.config", "skip_nnmodule_hook_guards", False),
-    # Whole numbers under this name are inputs of a program, in the place of one program each.
-    ("torch.compiler.config", "dynamic_sources", r"L\['numbers'\]"),
+    # A whole number of a module that changes becomes an input, as others do.
+    ("torch._dynamo.config", "allow_unspec_int_on_nn_module", True),
     ("torch._functorch.config", "donated_buffer", False),
 )
 

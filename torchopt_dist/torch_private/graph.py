@@ -153,6 +153,40 @@ def is_batched_gradient(tensor: Tensor) -> bool:
     return False if is_batched is None else bool(is_batched(tensor))
 
 
+@contextmanager
+def outside_of_batched_gradients() -> Iterator[int | None]:
+    """A context in which what does not depend on batched gradients is computed as without them, and may be random.
+
+    Returns:
+        The number that the innermost of such gradients have, for :func:`rows_of_gradient`. Without the names ``None``,
+        and random operations in a backward pass fail with torch's error about ``vmap``.
+    """
+    more, less = find("_C._vmapmode_increment_nesting"), find("_C._vmapmode_decrement_nesting")
+    if more is None or less is None:
+        yield None
+        return
+    level = more() - 1
+    for _ in range(level + 1):
+        less()
+    try:
+        yield level
+    finally:
+        for _ in range(level):
+            more()
+
+
+def rows_of_gradient(tensor: Tensor, level: int) -> Tensor:
+    """The gradients of which a batched one consists, along dimension 0."""
+    rows: Tensor = torch._remove_batch_dim(tensor, level, 1, 0)
+    return rows
+
+
+def batched_gradient(rows: Tensor, level: int) -> Tensor:
+    """The reverse of :func:`rows_of_gradient`."""
+    made: Tensor = torch._add_batch_dim(rows, 0, level)
+    return made
+
+
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)`` for an autograd function with ``setup_context``, without binding the arguments.
 

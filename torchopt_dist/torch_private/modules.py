@@ -66,7 +66,8 @@ def attributes_for_forward(module: nn.Module) -> tuple[list[str], list[dict[Any,
     Without the names the dictionaries are found as other attributes are, as far as they are short.
     """
     own = vars(module)
-    return [name for name in own if name not in _OF_ALL], [own[name] for name in _REGISTERS if name in own]
+    registers = [own.get(name) for name in _REGISTERS]  # those of TorchScript are no dictionaries
+    return [name for name in own if name not in _OF_ALL], [one for one in registers if isinstance(one, dict)]
 
 
 _COMPILER_LISTS = torch.__version__ >= "2.13"  # by numbers: a `TorchVersion`

@@ -196,6 +196,7 @@ def _resident():
     return psutil.Process().memory_info().rss
 
 
+@pytest.mark.nightly
 def test_memory_stays_flat_over_a_thousand_steps(world):
     def body():
         model = nn.Linear(100, 100, dtype=torch.float64)

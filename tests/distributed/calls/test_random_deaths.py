@@ -30,9 +30,17 @@ MORE = os.environ.get("TODIST_FUZZ_DEATHS")
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or random.randrange(10**9))
 WAITED_FOR_EVER = [1, 20, 29, 35, 48, 74]
 """Once."""
-SEEDS = range(SEED, SEED + int(MORE)) if MORE else WAITED_FOR_EVER
 LEFT_GRAPHS = [3, 12, 20, 22, 30, 39]
 """Once."""
+
+
+def seeds(known: list[int]) -> list[Any]:
+    """Those by chance that are asked for; otherwise the known ones, of which the last are nightly."""
+    if MORE:
+        return [*range(SEED, SEED + int(MORE))]
+    return [*known[:3], *(pytest.param(seed, marks=pytest.mark.nightly) for seed in known[3:])]
+
+
 SLOW = 20.0
 """Seconds."""
 WORKERS = 4
@@ -119,14 +127,14 @@ def run(seed: int, *, retries: bool) -> str:
     return told
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(WAITED_FOR_EVER))
 def test_programs_whose_workers_die_compute_what_one_process_does(world, seed):
     transport = random.Random(seed).choice(["rpc", "zmq"])
     print(f"TODIST_FUZZ_SEED={seed}: over {transport}")
     assert survive(world(WORKERS), partial(run, retries=True), seed, transport=transport) == "right"
 
 
-@pytest.mark.parametrize("seed", range(SEED, SEED + int(MORE)) if MORE else LEFT_GRAPHS)
+@pytest.mark.parametrize("seed", seeds(LEFT_GRAPHS))
 def test_programs_with_few_retries_end_with_an_error_at_once_and_leave_nothing(world, seed):
     transport = random.Random(seed).choice(["rpc", "zmq"])
     print(f"TODIST_FUZZ_SEED={seed}: over {transport}")

@@ -20,18 +20,19 @@ from tests.processes import World
 
 MORE = os.environ.get("TODIST_FUZZ_PROGRAMS")
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or (random.randrange(10**9) if MORE else 0))
-PROGRAMS = int(MORE or 44)
+PROGRAMS = [int(MORE)] if MORE else [8, pytest.param(44, marks=pytest.mark.nightly)]
 SIZES = (1, 2, 3, 4)
 
 
-@pytest.mark.timeout(max(300, PROGRAMS))
+@pytest.mark.timeout(max(300, int(MORE or 0)))
+@pytest.mark.parametrize("programs", PROGRAMS)
 @pytest.mark.parametrize("size", SIZES)
-def test_random_programs_are_those_of_one_process(world: type[World], size: int) -> None:
-    number = -(-PROGRAMS // len(SIZES))
+def test_random_programs_are_those_of_one_process(world: type[World], size: int, programs: int) -> None:
+    number = -(-programs // len(SIZES))
     transport = random.Random(SEED + size).choice(["rpc", "zmq"])
     print(f"TODIST_FUZZ_SEED={SEED}: {number} programs on {size} workers over {transport}")
     told = world(size).on_zero(
-        differences, SEED, number, size, timeout=max(100, PROGRAMS), on_loss="continue", transport=transport
+        differences, SEED, number, size, timeout=max(100, programs), on_loss="continue", transport=transport
     )
     assert not told, f"TODIST_FUZZ_SEED={SEED}: {len(told)} of {number} differ; the first: {told[0]}"
 

@@ -335,7 +335,7 @@ def doomed(x, victim, moment, rank):
     return _Dies.apply(x, (rank, moment) == (victim, "backward")).mean()
 
 
-@pytest.mark.parametrize("transport", ["zmq", "rpc"])
+@pytest.mark.parametrize("transport", ["zmq", pytest.param("rpc", marks=pytest.mark.nightly)])
 def test_a_relay_that_dies_fails_the_call_by_name_and_the_others_go_on(world, transport):
     moments = ("before", "while", "after", "backward") if transport == "zmq" else ("while", "backward")
     size = len(moments) + 3
@@ -418,7 +418,7 @@ def all_derivatives(call, wide, small, doom):
     return [value.detach(), *plain, *again, *(g.detach() for g in first), *second]
 
 
-@pytest.mark.parametrize("transport", ["zmq", "rpc"])
+@pytest.mark.parametrize("transport", [pytest.param("zmq", marks=pytest.mark.nightly), "rpc"])
 def test_with_retries_a_relay_that_dies_changes_no_result(world, transport):
     """What it was to hand on goes another way, and its own share runs elsewhere; to the second order."""
     moments = ("before", "while", "after", "backward", "recorded", "second order", "asynchronous")

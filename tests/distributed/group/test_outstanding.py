@@ -59,7 +59,7 @@ def most():
     return peak
 
 
-@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+@pytest.mark.parametrize("transport", [pytest.param("rpc", marks=pytest.mark.nightly), "zmq"])
 def test_a_thousand_calls_and_their_backward_take_few_threads(world, transport):
     def body():
         small_limits()

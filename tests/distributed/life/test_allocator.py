@@ -91,6 +91,7 @@ print(min(found))
 """
 
 
+@pytest.mark.nightly
 def test_what_a_call_has_freed_stays_for_the_next_one():
     """In a new process: a fork's first thread may have an arena of its own, which gives freed parts back at once."""
     pages = (16 << 23) // os.sysconf("SC_PAGE_SIZE")

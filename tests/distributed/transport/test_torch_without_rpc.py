@@ -75,6 +75,17 @@ assert not todist.autograd.is_available()
     on_such_a_torch(program)
 
 
+def test_auto_is_zeromq_whatever_the_environment_says():
+    program = """
+@todist.auto_init_rpc(transport="auto")
+def main():
+    return transport()
+
+assert main() == "ZMQTransport"
+"""
+    on_such_a_torch(program, TODIST_TRANSPORT="rpc")
+
+
 @pytest.mark.parametrize("env", [{}, {"TODIST_TRANSPORT": "rpc"}])
 def test_the_transport_rpc_is_refused(env):
     program = f"""

@@ -346,6 +346,7 @@ def errors(chosen):
     return World(2, env=chosen).on_zero(body)
 
 
+@pytest.mark.every_row
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_the_conformance(errors, check):
     if check in errors:
@@ -433,7 +434,7 @@ def test_calls_that_are_never_answered_do_not_keep_the_program(chosen):
 
 
 def test_bad_choices(monkeypatch):
-    with pytest.raises(ValueError, match="transport must be 'rpc' or 'zmq', got 'mpi'"):
+    with pytest.raises(ValueError, match="transport must be 'auto' or 'rpc' or 'zmq', got 'mpi'"):
         todist.auto_init_rpc(transport="mpi")
     main = todist.auto_init_rpc(transport="zmq")(todist.get_rank)
     assert main() == 0
@@ -442,11 +443,14 @@ def test_bad_choices(monkeypatch):
             todist.errors.InitializationError, match=f"{next(iter(settings))} is for torch's RPC"
         ):
             todist.auto_init_rpc(transport="zmq", **settings)(todist.get_rank)()
+    assert (
+        todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="auto")(todist.get_rank))() == 0
+    )
     with pytest.raises(todist.errors.InitializationError, match="asks for another transport: 'rpc'"):
         todist.auto_init_rpc(transport="zmq")(todist.auto_init_rpc(transport="rpc")(todist.get_rank))()
     monkeypatch.setenv("TODIST_TRANSPORT", "mpi")
     with pytest.raises(
-        todist.errors.InitializationError, match="TODIST_TRANSPORT must be rpc or zmq, got 'mpi'"
+        todist.errors.InitializationError, match="TODIST_TRANSPORT must be auto or rpc or zmq, got 'mpi'"
     ):
         todist.auto_init_rpc()(todist.get_rank)()
     assert main() == 0

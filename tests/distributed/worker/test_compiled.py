@@ -22,6 +22,7 @@ import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
 from torchopt_dist.core import programs
 from torchopt_dist.distributed.worker import compiled
+from torchopt_dist.distributed.worker._traced_tasks import values_and_gradients
 
 pytestmark = [
     pytest.mark.compiles,
@@ -41,12 +42,12 @@ def trace_only(compiles: list[Any] | None = None) -> None:
             compiles.append(graph)
         return graph
 
-    def traced(constant: tuple[str, ...], *, captured: bool = False) -> dict[str, Any]:
-        del constant, captured
+    def traced(*, captured: bool = False) -> dict[str, Any]:
+        del captured
         return {"backend": backend}
 
     programs.how_to_compile = traced
-    compiled._variants.cache_clear()
+    programs.programs_of.cache_clear()
     torch.compiler.reset()
     warnings.filterwarnings("error", message=".*compile=True")
 
@@ -59,7 +60,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     with warnings.catch_warnings():
         trace_only(made)
         yield made
-    compiled._variants.cache_clear()
+    programs.programs_of.cache_clear()
 
 
 class Net(nn.Module):
@@ -140,7 +141,7 @@ def test_results_of_cuda_graphs_are_kept(vectorize: bool, monkeypatch: pytest.Mo
     todist.auto_init_rpc()(body)()
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("vectorize", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_on_several_workers(world: Any, vectorize: bool) -> None:
     def body() -> None:
         for rank in range(3):
@@ -176,9 +177,8 @@ def test_a_call_without_gradients_uses_the_same_program(graphs: list[Any], vecto
 
 def has_gradients(task: Any) -> bool:
     """Whether a program of a loss and its gradient has run, of the newest variant."""
-    variants = compiled._variants(task.__code__, task.__qualname__, True)
-    programs, _ = [*variants.made.values()][-1]
-    return bool(programs.with_gradients.has_run)
+    made = programs.programs_of(task.__code__, f"the task {task.__qualname__!r}", True)
+    return [*made.variants.values()][-1].program(values_and_gradients).has_run
 
 
 KINDS = {

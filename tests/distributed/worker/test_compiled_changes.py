@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.distributed.worker.test_compiled import graphs
-from torchopt_dist.distributed.worker import _same_function, compiled
+from torchopt_dist.core import programs
+from torchopt_dist.core.meaning import Family, Meaning
+from torchopt_dist.distributed.worker import compiled
 
 __all__ = ["graphs"]
 
@@ -186,6 +188,10 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+BY_VALUE = ("a set", "a function with a cache", "an attribute of a module of Python's")
+"""Where a number is always a constant."""
+
+
 def with_scale(value: Any) -> nn.Module:
     made = Branch()
     made.scale = value
@@ -221,7 +227,7 @@ def in_a_world(body: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_what_a_function_means_is_never_stale(graphs: list[Any], kind: str) -> None:
-    """Each version has a program, and only one."""
+    """The second version is a program that has the number as an input."""
 
     def body() -> None:
         net = network()
@@ -232,6 +238,8 @@ def test_what_a_function_means_is_never_stale(graphs: list[Any], kind: str) -> N
         for value in (3.0, 2.0):
             agree(FUNCTIONS[kind](value), net)
         assert len(graphs) == made
+        agree(FUNCTIONS[kind](4.0), net)
+        assert len(graphs) == made + (kind in BY_VALUE)
 
     in_a_world(body)
 
@@ -335,14 +343,14 @@ def test_what_a_module_is_made_of_is_never_stale(graphs: list[Any], kind: str, w
 @pytest.mark.parametrize("kind", [*FUNCTIONS, *MODULES])
 def test_the_key_alone_tells_versions_apart(kind: str) -> None:
     """Also where the compiler would look itself, eight times."""
-    family = _same_function.Family()
+    family = Family()
 
     def key(version: float) -> Any:
         net = nets.get(version) or network()
         task = FUNCTIONS[kind](version) if kind in FUNCTIONS else loss
-        meaning = _same_function.Meaning(family, [("task", task), ("net", net)])
+        meaning = Meaning(family, [("task", task), ("net", net)], None)
         kept.append((task, meaning))
-        return meaning.key
+        return meaning.record.key, meaning.record.numbers
 
     kept: list[Any] = []
     nets: dict[float, nn.Module] = {}
@@ -426,6 +434,7 @@ UNKNOWN = {
     "a lock": Lock(),
     "a scalar of numpy": np.float64(2.0),
     "an array of numpy": np.ones(2),
+    "a function of numpy": np.sqrt,
 }
 
 
@@ -456,6 +465,23 @@ def test_a_method_of_a_class_that_was_sent_has_its_own_globals() -> None:
         assert [str(each.message).partition("since ")[2] for each in told] == expected
 
 
+ENVIRONMENTS = {
+    "os.environ": "import os\ndef task(x): return x * float(os.environ['TODIST_OF_A_TEST'])",
+    "os.getenv": "import os\ndef task(x): return x * float(os.getenv('TODIST_OF_A_TEST'))",
+    "environ": "from os import environ\ndef task(x): return x * float(environ['TODIST_OF_A_TEST'])",
+    "getenv": "from os import getenv\ndef task(x): return x * float(getenv('TODIST_OF_A_TEST'))",
+}
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_a_variable_of_the_environment_is_never_stale(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = of_globals(ENVIRONMENTS[kind])
+    for value in ("2", "3"):
+        monkeypatch.setenv("TODIST_OF_A_TEST", value)
+        assert compiled.CompiledTask(task, True)(torch.ones(1)) == float(value)
+
+
 COMMON = {
     "LSTM": lambda: nn.LSTM(2, 2),
     "attention": lambda: nn.TransformerEncoderLayer(4, 2),
@@ -467,8 +493,8 @@ COMMON = {
 @pytest.mark.parametrize("kind", COMMON)
 def test_modules_of_torch_have_a_key(kind: str) -> None:
     sent = pickle.dumps(COMMON[kind]())
-    family, both = _same_function.Family(), [pickle.loads(sent) for _ in range(2)]
-    keys = [_same_function.Meaning(family, [("net", net)]).key for net in both]
+    family, both = Family(), [pickle.loads(sent) for _ in range(2)]
+    keys = [Meaning(family, [("net", net)], None).record.key for net in both]
     assert keys[0] == keys[1]
 
 
@@ -488,21 +514,21 @@ def test_a_task_that_binds_a_global_name_is_refused(graphs: list[Any]) -> None:
 
 
 def test_one_variant_more_disables_none(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "LIMIT", 10)
+    monkeypatch.setattr(programs, "LIMIT", 4)
 
-    def run(rate: float) -> None:
-        call = todist.parallelize(todist.tasks, compile=True)(lambda w, x, rate: w.sum() * x * rate)
-        assert float(call(torch.ones(1, 2), torch.ones(1), rate)[0].sum()) == 2 * rate
+    def run(rows: int) -> None:
+        call = todist.parallelize(todist.tasks, compile=True)(lambda w, x: w.sum() * x.sum())
+        assert float(call(torch.ones(1, 2), torch.ones(rows, 1).T)[0]) == 2 * rows
 
     def body() -> None:
-        for rate in range(10):
-            run(float(rate))
-        assert len(graphs) == 10
-        with pytest.warns(UserWarning, match=r"since args\[2\] differs .* its 10 programs"):
-            run(10.0)
-        for rate in range(12):
-            run(float(rate))
-        assert len(graphs) == 10
+        for rows in range(1, 5):
+            run(rows)
+        assert len(graphs) == 4
+        with pytest.warns(UserWarning, match=r"since args\[1\] differs .* its 4 programs"):
+            run(5)
+        for rows in range(1, 7):
+            run(rows)
+        assert len(graphs) == 4
 
     in_a_world(body)
 

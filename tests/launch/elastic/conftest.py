@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launching import _attempts as attempts
+from torchopt_dist.launching import elastic
 
 
 class Reachability:
@@ -26,8 +26,8 @@ class Reachability:
 def reachability(monkeypatch):
     """Lost hosts are tried again soon, and a test says which of them can be reached."""
     state = Reachability()
-    reach_again = attempts.Membership._reach_again
-    wait_for_hosts = attempts.Membership._wait_for_hosts
+    reach_again = elastic.Membership._reach_again
+    wait_for_hosts = elastic.Membership._wait_for_hosts
 
     def reach_if_allowed(membership, host):
         state.tried.append(host.name)
@@ -42,8 +42,8 @@ def reachability(monkeypatch):
         membership._plan = dataclasses.replace(plan, options=dataclasses.replace(plan.options, **state.times))
         wait_for_hosts(membership, *args)
 
-    monkeypatch.setattr(attempts, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(attempts, "GATHER_SECONDS", 0.05)
-    monkeypatch.setattr(attempts.Membership, "_reach_again", reach_if_allowed)
-    monkeypatch.setattr(attempts.Membership, "_wait_for_hosts", wait_as_told)
+    monkeypatch.setattr(elastic, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(elastic, "GATHER_SECONDS", 0.05)
+    monkeypatch.setattr(elastic.Membership, "_reach_again", reach_if_allowed)
+    monkeypatch.setattr(elastic.Membership, "_wait_for_hosts", wait_as_told)
     return state

@@ -19,11 +19,10 @@ import torchopt_dist as todist
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.waits import say, soon, wait_until, watch
-from torchopt_dist.launching import _agents as agents
-from torchopt_dist.launching import _attempts as attempts
-from torchopt_dist.launching._job import Job
-from torchopt_dist.launching._machine import ThisMachine
-from torchopt_dist.launching._messages import Raised
+from torchopt_dist.launching import elastic, hosts
+from torchopt_dist.launching.attempt import Attempt
+from torchopt_dist.launching.machines import ThisMachine
+from torchopt_dist.launching.messages import Raised
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,14 +165,14 @@ def test_an_error_that_is_not_the_loss_of_a_host_is_the_end_though_a_host_is_los
         assert watch(tmp_path / "agent")
         raise ValueError("wrong")
 
-    note = Job._note_report
+    note = Attempt._note_report
 
-    def kill_first(job, worker, said, payload):
-        if isinstance(said, Raised):
+    def kill_first(attempt, worker, report):
+        if isinstance(report, Raised):
             os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
-        note(job, worker, said, payload)
+        note(attempt, worker, report)
 
-    monkeypatch.setattr(Job, "_note_report", kill_first)
+    monkeypatch.setattr(Attempt, "_note_report", kill_first)
     with pytest.raises(ValueError, match=r"^wrong$"):
         launch(main)
 
@@ -315,7 +314,7 @@ def test_a_host_that_comes_back_when_all_functions_have_returned_changes_nothing
 
 
 def test_a_host_that_is_lost_again_and_again_is_tried_later_and_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(attempts, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(elastic, "RETRY_SECONDS", 0.3)
     pauses = []
 
     def kill():
@@ -391,7 +390,7 @@ def test_the_whole_timeout_holds_while_hosts_are_waited_for(tmp_path, reachabili
 
 def test_a_host_whose_agent_never_gives_a_sign_of_life_is_lost(monkeypatch, caplog):
     """As one whose forkserver has been stopped: there is a connection, and nobody answers."""
-    monkeypatch.setattr(agents, "AGENT_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "AGENT_SECONDS", 0.2)
     launch(int)
     connect, silent = ThisMachine.connect, []
 

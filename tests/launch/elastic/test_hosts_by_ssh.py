@@ -13,7 +13,7 @@ import torchopt_dist as todist
 from tests.launch.elastic.worlds import Aside, in_worlds, launch, world_of
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.waits import say
-from torchopt_dist.launching import _remote as remote
+from torchopt_dist.launching import cluster
 
 pytestmark = [pytest.mark.timeout(60), NEEDS_SSHD]
 
@@ -46,10 +46,11 @@ def sshd(tmp_path):
     switch = Switch(tmp_path / "sshd")
     switch.off()
     yield switch
-    remote.close_all()
+    cluster.close_all()
     switch.off()
 
 
+@pytest.mark.nightly
 def test_a_host_by_ssh_comes_late_is_lost_and_comes_back(tmp_path, sshd, warm_executable, caplog):
     def switch():
         world_of(tmp_path, 0, 1)

@@ -15,14 +15,15 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
+from torchopt_dist.diff.adjoints._missing_gradients import watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.diff.adjoints._second_order import without_second_order
-from torchopt_dist.diff.adjoints._undeclared import watched
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
 from torchopt_dist.ops._columns import as_real
 
@@ -226,6 +227,7 @@ class _Estimate(torch.autograd.Function):
         return tuple(tensor.detach().clone() for tensor in tensors[: len(made)])
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *grads: OptionalTensor) -> tuple[OptionalTensor, ...]:
         saved = ctx.saved_tensors  # an error of torch's where one was overwritten
         weights = tuple(

@@ -31,7 +31,7 @@ def refuse_state_in_attributes(
         loop: the loop.
         losses: what its steps had.
         held: what the parts of its module held in attributes before, as ``loop.model.held()`` tells.
-        name: that of the adjoint.
+        name: what runs them.
 
     Raises:
         ValueError: the loss of the first step is another one now.
@@ -47,7 +47,7 @@ def refuse_state_in_attributes(
     is_coarse = then.dtype not in (torch.float32, torch.float64) or autocast_is_on()
     if not torch.allclose(again, then, rtol=2e-2 if is_coarse else 1e-5, atol=1e-7, equal_nan=True):
         raise ValueError(
-            f"the module must not keep state in attributes with todist.{name}(), which runs steps again: the loss of "
+            f"the module must not keep state in attributes with {name}, which runs steps again: the loss of "
             f"step 0 was {then.item():.6g}, and is {again.item():.6g} after the last step has set "
             f"{', '.join(changed)}. Make it a buffer, by `register_buffer`, which goes from step to step, or take "
             "todist.Recorded()"

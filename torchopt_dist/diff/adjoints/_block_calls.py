@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist.core import remat
 from torchopt_dist.core.generators import restore, states
+from torchopt_dist.core.graphs import edge_of, edges_behind, edges_of, leaf_of, nodes_between
 from torchopt_dist.core.random_turns import change_generators
 from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.core.vmap import Values
 from torchopt_dist.diff.adjoints._autocast import current_autocast
-from torchopt_dist.diff.adjoints._declared import edge_of, leaf_of, nodes_between, refuse
+from torchopt_dist.diff.adjoints._declared import refuse
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples, samples_around
@@ -311,25 +312,20 @@ class _Call:
         """Which declared tensors values depend on other than through the arguments, and which other leaves."""
         places = {edge_of(x.values): place for place, x in enumerate(self.others) if x.values.requires_grad}
         parameters = {id(x.values) for x in self.around.values([*self.calls.model.part("").parameters()])}
-        visited = {edge_of(x) for x in points if x.requires_grad}
-        waiting = [edge_of(x) for x in values if x.requires_grad]
+        arguments = set(edges_of(points))
         found: set[int] = set()
         unknown = []
-        while waiting:
-            edge = waiting.pop()
-            if edge in visited or edge[0] is None:
+        for edge, is_end in edges_behind(edges_of(values), arguments | places.keys(), since):
+            if edge in arguments:
                 continue
-            visited.add(edge)
             if edge in places:
                 found.add(places[edge])
             elif (leaf := leaf_of(edge[0])) is not None:
                 if id(leaf) in parameters or id(leaf) in self.calls.points:
                     self._refuse()
                 unknown.append(leaf)
-            elif sequence_numbers(edge[0])(edge[0]) < since:
+            elif is_end:
                 self._refuse()
-            else:
-                waiting += edge[0].next_functions
         return found, unknown
 
     def _refuse(self) -> NoReturn:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchopt_dist.core.types import OptionalTensor, OptState
 
 __all__ = [
+    "Accumulation",
     "Batches",
     "Carry",
     "Evaluation",
@@ -88,7 +89,23 @@ class Seen(NamedTuple):
     """Those of the parameters that it is differentiated with respect to."""
     buffers: list[Tensor]
     """After the step."""
+    aux: Any = None
+    """What else the loss returned."""
 
 
 WatchFn = Callable[[Seen], None]
 """Is shown each plain step."""
+
+
+class Accumulation(Protocol):
+    """Takes the steps of a loop in parts of their batches."""
+
+    def gradient(
+        self, loop: Any, carry: Carry, number: int, *, record: bool, watch: WatchFn | None
+    ) -> Evaluation:
+        """The loss of a step and its gradient, as ``Loop.gradient``."""
+
+    def evaluate(
+        self, loop: Any, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
+    ) -> tuple[Tensor, Any, list[Tensor]]:
+        """The loss of a step, as ``Loop.evaluate``."""

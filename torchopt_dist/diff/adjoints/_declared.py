@@ -11,20 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist.core.substitution import edge_of
-from torchopt_dist.torch_private import is_functorch_tensor, sequence_numbers, transforms_are_active
+from torchopt_dist.core.graphs import edge_of, edges_behind
+from torchopt_dist.torch_private import is_functorch_tensor, transforms_are_active
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [
     "consists_of_numbers",
     "depend_on_each_other",
-    "depends_on_others",
     "differentiable",
-    "edge_of",
     "leaf_like",
-    "leaf_of",
     "leaves_at",
-    "nodes_between",
     "refuse",
     "tensors_of_batches",
     "tensors_of_meta",
@@ -133,74 +129,13 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], since: int = 0) -> list[Any]:
-    """The nodes of the graph on which outputs depend other than through the inputs, those of leaves included.
-
-    Args:
-        outputs: tensors.
-        inputs: likewise.
-        since: the number of a node; what is behind older ones is left out.
-    """
-    visited = {edge_of(tensor) for tensor in inputs if tensor.requires_grad}
-    waiting = [edge_of(output) for output in outputs if output.requires_grad]
-    number = sequence_numbers(waiting[0][0]) if since and waiting else None
-    found: list[Any] = []
-    while waiting:
-        edge = waiting.pop()
-        if edge not in visited and edge[0] is not None:
-            visited.add(edge)
-            if number is not None and number(edge[0]) < since:
-                continue
-            found.append(edge[0])
-            waiting += edge[0].next_functions
-    return found
-
-
-def leaf_of(node: Any) -> Tensor | None:
-    """The leaf whose gradient a node accumulates, if it is such a node."""
-    variable = getattr(node, "variable", None)
-    return variable if isinstance(variable, Tensor) else None
-
-
-def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:
-    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node.
-
-    Args:
-        output: the tensor.
-        inputs: leaves.
-        since: the number of that node.
-    """
-    known = {id(tensor) for tensor in inputs}
-    if output.grad_fn is None:
-        return output.requires_grad and id(output) not in known
-    number = sequence_numbers(output.grad_fn)
-    visited: set[Any] = {None, output.grad_fn}
-    waiting: list[Any] = [output.grad_fn]
-    for node in waiting:
-        if number(node) < since:
-            return True
-        if following := node.next_functions:
-            for other, _ in following:
-                if other not in visited:
-                    visited.add(other)
-                    waiting.append(other)
-        elif (leaf := leaf_of(node)) is not None and id(leaf) not in known:
-            return True
-    return False
-
-
 def depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
     """Whether a tensor is computed from another one."""
-    with torch.enable_grad():
-        own = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors}
-    behind: set[Any] = set()
-    waiting = [following for node in own for following, _ in node.next_functions]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in behind:
-            behind.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return not own.isdisjoint(behind)
+    edges = [edge_of(tensor) for tensor in tensors]
+    own = {node for node, _ in edges}
+    return any(
+        following in own for (node, _), _ in edges_behind(edges) for following, _ in node.next_functions
+    )
 
 
 def leaf_like(tensor: Tensor) -> Tensor:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import Values
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
+from torchopt_dist.diff.adjoints._missing_gradients import refusal_as_it_is, watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.diff.adjoints._second_order import without_second_order
-from torchopt_dist.diff.adjoints._undeclared import refusal_as_it_is, watched
 from torchopt_dist.torch_private import apply_function, grad_of_loss, has_hooks
 
 __all__ = ["run_with_differences"]
@@ -227,6 +228,7 @@ class _Differences(torch.autograd.Function):
         return tuple(grads)
 
     @staticmethod
+    @in_rows
     def backward(ctx: Any, *directions: Tensor) -> tuple[OptionalTensor, ...]:
         between, saved = ctx.between, ctx.saved_tensors  # an error of torch's where one was overwritten
         given, loop = list(between.loop.declared), between.loop

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from torchopt_dist.core.vjp import edges, plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._block_calls import Declared, nodes_of_blocks
 from torchopt_dist.diff.adjoints._carry import (
+    Accumulation,
     Batches,
     Carry,
     Evaluation,
@@ -76,6 +78,9 @@ class Loop:
     declared: tuple[Tensor, ...]
     """What else there may be a gradient for: meta tensors, hyper-parameters, tensors of batches."""
 
+    state_is_given: bool = False
+    """Whether the first state is the caller's, and not what the optimizer makes of the first parameters."""
+
     others: tuple[Tensor, ...] | None = None
     """What stands in the places of ``declared`` when a step runs, if not these themselves."""
 
@@ -91,8 +96,14 @@ class Loop:
     blocks: tuple[str, ...] = ()
     """The names of the sub-modules that are computed again, each as a node."""
 
+    tell: Callable[[int, Tensor], None] | None = None
+    """Is told the number and the loss of each step, when it runs first."""
+
     ranks: Ranks | None = None
     """Those that run this loop together, if it is not this process alone: gradients are means over them."""
+
+    accumulation: Accumulation | None = None
+    """Takes each step in parts of its batch, if it is not taken whole."""
 
     @property
     def is_substituted(self) -> bool:
@@ -141,16 +152,25 @@ class Loop:
         def changed(tensor: Tensor) -> Tensor:
             return new.get(id(tensor), tensor)
 
-        first = Carry(
-            [changed(leaf) for leaf in self.first.params],
-            pytree.map_tensors(changed, self.first.state),
-            self.first.buffers,
-        )
-        return replace(self, first=first, others=tuple(map(changed, self.others or self.declared)))
+        params = list(map(changed, self.first.params))
+        first = Carry(params, pytree.map_tensors(changed, self.first.state), self.first.buffers)
+        made = replace(self, first=first, others=tuple(map(changed, self.others or self.declared)))
+        if self.state_is_given or all(map(is_, params, self.first.params)):
+            return made
+        with made.substituted():  # a state may begin with the parameters
+            return replace(made, first=first._replace(state=self.optimizer.init(self.model.tree(params))))
+
+    def with_settings(self, **settings: Any) -> Loop:
+        """The same loop with other values of fields."""
+        return replace(self, **settings)
+
+    def among_samples(self, function: Callable[[], T]) -> T:
+        """Call a function where batches are as the loss sees them."""
+        return function()
 
     def without_stop(self) -> Loop:
-        """The same loop without the caller's predicate ``stop``."""
-        return replace(self, stop=None)
+        """The same loop, whose steps run again: without the caller's predicate ``stop``, and telling nobody."""
+        return replace(self, stop=None, tell=None)
 
     def substituted(self) -> AbstractContextManager[None]:
         """A context in which ``others`` replace ``declared``."""
@@ -176,6 +196,8 @@ class Loop:
                 losses.append(loss)
                 aux.append(more)
                 forget_casts()
+                if self.tell is not None:
+                    self.tell(number, loss.detach())
                 if self.stop is not None and self._ends(self.stop(number, loss.detach())):
                     break
         return Outcome(carry, losses, aux)
@@ -316,6 +338,8 @@ class Loop:
             TypeError: the loss is no tensor, or, with ``has_aux``, not a pair.
             ValueError: it has more than one element, or does not depend on the parameters.
         """
+        if self.accumulation is not None:
+            return self.accumulation.gradient(self, carry, number, record=record, watch=watch or self.watch)
         if transforms_are_active():
             with torch.set_grad_enabled(record), Turn(exclusive=True):
                 return self._gradient_in_transform(carry, number)
@@ -332,6 +356,8 @@ class Loop:
                 leaves[place] = leaf = (
                     torch.ops.aten.alias(leaf) if record else leaf.detach().requires_grad_()
                 )
+                if not leaf.requires_grad:  # a sample's own numbers, of which `vmap` does not tell
+                    leaf.requires_grad_()
                 wanted.append(leaf)
             if record:
                 if self.ranks is not None and not self.ranks.shards:
@@ -350,7 +376,7 @@ class Loop:
                 watch = watch or self.watch
                 loss, aux, buffers = self.evaluate(self._tied(leaves), carry.buffers, number)
                 if watch is not None:
-                    watch(Seen(carry, number, loss, wanted, buffers))
+                    watch(Seen(carry, number, loss, wanted, buffers, aux))
                 found = [None] * len(wanted)
                 if loss.requires_grad:
                     ones = None if loss.numel() == 1 and loss.is_floating_point() else torch.ones_like(loss)
@@ -410,6 +436,8 @@ class Loop:
             TypeError: the loss is no tensor, or, with ``has_aux``, not a pair.
             ValueError: the loss has more than one element; the batches end before the steps.
         """
+        if self.accumulation is not None:
+            return self.accumulation.evaluate(self, leaves, buffers, number)
         seed_step(self.seed, number)
         if self.others is None:
             value = self._called(leaves, buffers, number)

@@ -17,7 +17,7 @@ from torchopt_dist.diff.adjoints._places import has_derivative, of_frozen_parame
 from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.transform.base import GradientTransformation
 
-__all__ = ["VmappedLoop", "outcome_of_samples", "over_samples"]
+__all__ = ["VmappedLoop", "run_outside_of_vmap"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,12 @@ class VmappedLoop(Loop):
     @property
     def trains_in_place(self) -> bool:
         return False
+
+    def with_settings(self, **settings: Any) -> Loop:
+        return replace(self, within=self.within.with_settings(**settings), **settings)
+
+    def among_samples(self, function: Callable[[], T]) -> T:
+        return self.around.call(function)
 
     def evaluate(
         self, leaves: Sequence[Tensor], buffers: Sequence[Tensor], number: int
@@ -111,7 +117,7 @@ def _each(function: Callable[[Tensor], Tensor], leaves: Sequence[Any], but: froz
     ]
 
 
-def over_samples(loop: Loop, around: Samples) -> VmappedLoop:
+def _over_samples(loop: Loop, around: Samples) -> VmappedLoop:
     """Inside ``vmap``: make a loop on the values of all samples, to be run outside.
 
     Args:
@@ -119,7 +125,7 @@ def over_samples(loop: Loop, around: Samples) -> VmappedLoop:
         around: the samples around it.
     """
     settings: dict[str, Any] = {field.name: getattr(loop, field.name) for field in fields(Loop)}
-    first, model, stop = loop.first, loop.model, loop.stop
+    first, model, stop, tell = loop.first, loop.model, loop.stop, loop.tell
 
     def dense(tensor: Tensor) -> Tensor:
         return around.stack(tensor).contiguous()
@@ -140,6 +146,10 @@ def over_samples(loop: Loop, around: Samples) -> VmappedLoop:
         assert stop is not None
         return around.call(lambda: stop(number, around.entry(loss)))
 
+    def tell_inside(number: int, loss: Tensor) -> None:
+        assert tell is not None
+        around.call(lambda: tell(number, around.entry(loss)))
+
     settings |= {
         "first": Carry(
             [params[place] for place in model.first_places],
@@ -150,6 +160,7 @@ def over_samples(loop: Loop, around: Samples) -> VmappedLoop:
         # Steps are made inside; as a transformation and no chain, none of its formulas is taken for one of values.
         "optimizer": GradientTransformation(loop.optimizer.init, loop.optimizer.update),
         "stop": None if stop is None else stop_inside,
+        "tell": None if tell is None else tell_inside,
     }
     return VmappedLoop(
         **settings,
@@ -184,8 +195,22 @@ def _same_state(loop: Loop) -> frozenset[int]:
     return same - (alone - of_frozen_parameters(loop))
 
 
-def outcome_of_samples(loop: VmappedLoop, outcome: Outcome) -> Outcome:
-    """Inside ``vmap`` again: the outcome of such a loop."""
-    entry = loop.around.entry
-    aux = [None if found is None else pytree.map_tensors(entry, found) for found in outcome.aux]
-    return Outcome(loop.inside(outcome.carry), list(map(entry, outcome.losses)), aux)
+def run_outside_of_vmap(run: Callable[[Loop], Outcome], loop: Loop, around: Samples | None) -> Outcome:
+    """Run a loop on the values of all samples, where gradients are taken and connected as without ``vmap``.
+
+    Args:
+        run: runs the loop, and connects the outcome.
+        loop: the loop as it is inside.
+        around: the samples around it; ``None`` inside another transformation of ``torch.func``, where the loop runs as
+            it is, as without any.
+
+    Returns:
+        The outcome, inside again.
+    """
+    if around is None or not around.levels:
+        return run(loop)
+    of_all = _over_samples(loop, around)
+    with around.outside():
+        outcome = run(of_all)
+    aux = [None if found is None else pytree.map_tensors(around.entry, found) for found in outcome.aux]
+    return Outcome(of_all.inside(outcome.carry), list(map(around.entry, outcome.losses)), aux)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core import remat
-from torchopt_dist.core.substitution import edge_of
+from torchopt_dist.core.graphs import edge_of
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
 from torchopt_dist.diff.adjoints._ranks import Ranks, kinds, local

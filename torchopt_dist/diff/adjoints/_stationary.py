@@ -21,7 +21,9 @@ _OF_THE_PARAMETERS = 1e-3
 """The part of the parameters' norm that may be left in any case: a loop may begin at the minimum."""
 
 
-def far_from_a_minimum(found: Found, first: Sequence[Tensor], not_converged: NotConverged) -> None:
+def far_from_a_minimum(
+    found: Found, first: Sequence[Tensor], not_converged: NotConverged, samples: int = 0
+) -> None:
     """Warn or raise if the solution is far from where the gradient of the loss is zero.
 
     The solve ``H u = c`` tells how large ``H⁻¹`` is along ``c``. So ``‖∇loss‖ ‖u‖ / ‖c‖`` is about the distance to the
@@ -31,6 +33,7 @@ def far_from_a_minimum(found: Found, first: Sequence[Tensor], not_converged: Not
         found: what the backward pass has found.
         first: the parameters that the steps began at, as the solution's leaves.
         not_converged: ``'warn'``, ``'raise'`` or ``'ignore'``.
+        samples: how many leading dimensions of the leaves count samples, each with a minimum of its own.
 
     Raises:
         torch.linalg.LinAlgError: it is far, and ``not_converged`` is ``'raise'``.
@@ -41,12 +44,15 @@ def far_from_a_minimum(found: Found, first: Sequence[Tensor], not_converged: Not
         x.detach() - torch.view_as_real(p) if p.is_complex() else x.detach() - p.detach()
         for x, p in zip(found.solution, first, strict=True)
     ]
-    norms = [_norm(part) for part in (found.residual, found.adjoint, found.outer, moved, found.solution)]
+    norms = [
+        _norm(part, samples) for part in (found.residual, found.adjoint, found.outer, moved, found.solution)
+    ]
     _Judge.apply(not_converged, *norms)
 
 
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.detach().double().square().sum() for tensor in tensors]).sum().sqrt()
+def _norm(tensors: Sequence[Tensor], samples: int) -> Tensor:
+    squares = [tensor.detach().double().square().unsqueeze(-1) for tensor in tensors]
+    return torch.stack([one.flatten(samples).sum(-1) for one in squares]).sum(0).sqrt()
 
 
 class _Judge(torch.autograd.Function):

@@ -16,17 +16,18 @@ from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._declared import tensors_of_batches
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
+from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
+from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
-from torchopt_dist.diff.adjoints._samples import samples_for
+from torchopt_dist.diff.adjoints._samples import Samples, samples_for
 from torchopt_dist.diff.adjoints._settings import check_count
 from torchopt_dist.diff.adjoints._stationary import far_from_a_minimum, warn_of_unused
-from torchopt_dist.diff.adjoints._undeclared import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.implicit import Found, attach
 from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve.cg import solve_cg
-from torchopt_dist.linear_solve.solver import NotConverged, check_not_converged
+from torchopt_dist.linear_solve.solver import NotConverged, Solver, check_not_converged
 from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Implicit"]
@@ -92,6 +93,12 @@ class Implicit(Adjoint):
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         around = samples_for(self)
+        of_batches = {id(held.values) for held in around.values(tensors_of_batches(loop.batches))}
+        if self.solver is None or isinstance(self.solver, Solver):
+            return run_outside_of_vmap(partial(self._run, of_batches, Samples()), loop, around)
+        return self._run(of_batches, around, loop)  # a function solves one system, that of a sample
+
+    def _run(self, of_batches: set[int], around: Samples, loop: Loop) -> Outcome:
         seen = watched(loop, around)
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
@@ -113,17 +120,17 @@ class Implicit(Adjoint):
             if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
                 declared = [tensor.view_as(tensor) for tensor in declared]
             first = [loop.first.params[place] for place in places]
-            connected = attach(gradient, point, [declared, first], {}, [0], solver, partial(self._look, loop))
+            look = partial(self._look, loop, of_batches)
+            connected = attach(gradient, point, [declared, first], {}, [0], solver, look, loop.samples)
         for place, leaf in zip(places, connected, strict=True):
             params[place] = leaf
         tied = [params[place] for place in loop.model.first_places]
         return outcome._replace(carry=outcome.carry._replace(params=tied))
 
-    def _look(self, loop: Loop, found: Found) -> None:
-        of_batches = {id(tensor) for tensor in tensors_of_batches(loop.batches)}
+    def _look(self, loop: Loop, of_batches: set[int], found: Found) -> None:
         unused = [loop.declared[place] for place in found.unused]
         warn_of_unused([tensor for tensor in unused if id(tensor) not in of_batches])
-        far_from_a_minimum(found, found.others[1], self.not_converged)
+        far_from_a_minimum(found, found.others[1], self.not_converged, len(loop.samples))
 
 
 @dataclass(frozen=True)

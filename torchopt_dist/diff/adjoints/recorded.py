@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
+from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
+from torchopt_dist.diff.adjoints._samples import samples_around
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.formulas.attention import attention_by_formula
 
@@ -38,5 +40,10 @@ class Recorded(Adjoint):
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
-        with attention_by_formula():
-            return loop.run(loop.recorded_step, loop.first)
+        return run_outside_of_vmap(record, loop, samples_around())
+
+
+def record(loop: Loop) -> Outcome:
+    """Run a loop with the graph of all steps."""
+    with attention_by_formula():
+        return loop.run(loop.recorded_step, loop.first)

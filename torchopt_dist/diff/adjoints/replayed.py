@@ -13,12 +13,12 @@ from torchopt_dist import pytree
 from torchopt_dist.arguments.options import unless
 from torchopt_dist.diff.adjoints._block_nodes import by_blocks
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._loop_of_samples import outcome_of_samples, over_samples
+from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
 from torchopt_dist.diff.adjoints._samples import samples_around
 from torchopt_dist.diff.adjoints._store import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
+from torchopt_dist.diff.adjoints.recorded import record
 from torchopt_dist.diff.replay import replayed
-from torchopt_dist.formulas.attention import attention_by_formula
 
 __all__ = ["Replayed"]
 
@@ -118,14 +118,8 @@ class Replayed(Adjoint):
                 "the gradient is the same, memory is that of todist.Recorded()",
                 stacklevel=5,
             )
-            with attention_by_formula():
-                return loop.run(loop.recorded_step, loop.first)
-        if around.levels:
-            loop_of_samples = over_samples(self._in_blocks(loop), around)
-            with around.outside():
-                outcome = self._replayed(loop_of_samples)
-            return outcome_of_samples(loop_of_samples, outcome)
-        return self._replayed(self._in_blocks(loop))
+            return record(loop)
+        return run_outside_of_vmap(self._replayed, self._in_blocks(loop), around)
 
     def _in_blocks(self, loop: Loop) -> Loop:
         if self.blocks is None:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
+from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
+from torchopt_dist.diff.adjoints._samples import samples_around
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.formulas.attention import attention_by_formula
 
@@ -49,7 +51,7 @@ class Truncated(Adjoint):
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""
         with attention_by_formula():
-            return self._run(loop)
+            return run_outside_of_vmap(self._run, loop, samples_around())
 
     def _run(self, loop: Loop) -> Outcome:
         if loop.steps <= self.steps:

@@ -28,7 +28,6 @@ from torchopt_dist.transform.base import GradientTransformation
 __all__ = [
     "Outside",
     "Parts",
-    "Place",
     "constants_of_loop",
     "gradient",
     "parts_of_loop",
@@ -59,6 +58,12 @@ class Parts(NamedTuple):
     """The names of the module's buffers."""
     has_aux: bool
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All but the functions, to be compared."""
+        trees = [optree.tree_structure(tree) for tree in (self.template, self.argument)]
+        return (*trees, *self[3:5], *self[6:])
+
 
 class Outside(NamedTuple):
     """Tensors that are the same in all steps of a loop."""
@@ -73,13 +78,6 @@ class Outside(NamedTuple):
     def substituted(self) -> AbstractContextManager[Any]:
         """A context in which the others are in the places of ``declared``."""
         return _Substitute(self.declared, self.others) if self.declared else nullcontext()
-
-
-class Place:
-    """Stands in a batch for one of its whole numbers, which is an input of the program."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class _Indices(TorchFunctionMode):
@@ -196,8 +194,6 @@ def gradient(
     outside: Outside,
     batch: tuple[Any, ...],
     record: bool,
-    *,
-    numbers: list[int],
 ) -> tuple[Tensor, Any, list[OptionalTensor], list[Tensor]]:
     """As :meth:`Loop.gradient`: the loss, what else it returned, a gradient for each leaf, and the buffers after it."""
     with torch.enable_grad():
@@ -206,9 +202,7 @@ def gradient(
             leaf = leaves[place]
             leaves[place] = leaf.view_as(leaf) if record else traced_leaf(leaf)
         wanted = [leaves[place] for place in parts.moved]
-        value, buffers = _called(
-            parts, _for_loss(parts, leaves, outside), carry.buffers, _with_numbers(batch, numbers), outside
-        )
+        value, buffers = _called(parts, _for_loss(parts, leaves, outside), carry.buffers, batch, outside)
         aux = None
         if parts.has_aux:
             value, aux = value
@@ -229,11 +223,9 @@ def step(
     outside: Outside,
     batch: tuple[Any, ...],
     record: bool,
-    *,
-    numbers: list[int],
 ) -> tuple[list[Tensor], OptState, list[Tensor], Tensor, Any]:
     """As :meth:`Loop.recorded_step`: the parameters, the state and the buffers after a step, its loss, what else."""
-    loss, aux, grads, buffers = gradient(parts, carry, outside, batch, record, numbers=numbers)
+    loss, aux, grads, buffers = gradient(parts, carry, outside, batch, record)
     template = parts.template
     params = _filled(template, carry.params)
     with outside.substituted():
@@ -253,8 +245,6 @@ def pulled_step(
     batch: tuple[Any, ...],
     bars: list[Tensor],
     loss_bar: OptionalTensor,
-    *,
-    numbers: list[int],
 ) -> list[OptionalTensor]:
     """As :meth:`Loop.pulled_step`, where ``bars`` are of the parameters, then of the state, and none is missing."""
     with torch.enable_grad():
@@ -267,7 +257,7 @@ def pulled_step(
         given = Carry(
             [params[place] for place in parts.first], optree.tree_unflatten(spec, state), carry.buffers
         )
-        moved, state_after, _, loss, _ = step(parts, given, outside, batch, True, numbers=numbers)
+        moved, state_after, _, loss, _ = step(parts, given, outside, batch, True)
         after = optree.tree_leaves(state_after, none_is_leaf=True)
         outputs = [*(moved[place] for place in parts.moved), *(after[place] for place in places)]
         pairs = [*zip(outputs, bars, strict=True), *([] if loss_bar is None else [(loss, loss_bar)])]
@@ -307,15 +297,6 @@ def _called(
     with outside.substituted(), _Indices():
         value = torch.func.functional_call(parts.call, tensors, batch)
     return value, [tensors[f"adapted.{name}"] for name in parts.buffers]
-
-
-def _with_numbers(batch: Any, numbers: list[int]) -> Any:
-    """The batch with its whole numbers in their places."""
-    if not numbers:
-        return batch
-    return optree.tree_map(
-        lambda leaf: numbers[leaf.number] if isinstance(leaf, Place) else leaf, batch, none_is_leaf=True
-    )
 
 
 def _filled(template: Any, leaves: Sequence[Any]) -> Any:

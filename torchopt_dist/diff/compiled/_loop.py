@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.core.binding import Bindings
 from torchopt_dist.core.bound import Bound
-from torchopt_dist.core.code_names import is_numpys
-from torchopt_dist.core.programs import CompileMode, Program
+from torchopt_dist.core.meaning import Meaning, RefusedError
+from torchopt_dist.core.programs import CompileMode, Programs, Variant, code_of, programs_of
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.core.vjp import plus, pulled_back
@@ -30,42 +30,31 @@ from torchopt_dist.diff.compiled._flat import FlatModel, flattened
 from torchopt_dist.diff.compiled._functions import (
     Outside,
     Parts,
-    Place,
     constants_of_loop,
     gradient,
     parts_of_loop,
     pulled_step,
     step,
 )
-from torchopt_dist.diff.compiled._program import program_for
-from torchopt_dist.torch_private import hooks_of_all_modules, transforms_are_active
+from torchopt_dist.torch_private import as_input, hooks_of_all_modules, transforms_are_active
 
 __all__ = ["CompiledLoop", "compiled"]
 
-_FLOATS = 2
-"""So many values of the numbers of batches that are not whole get programs in a loop."""
-_OF_NUMPY = (
-    "since it reads {}, of numpy, which the compiler takes for a tensor of another dtype: give it a Python number or a "
-    "tensor"
-)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompiledLoop(Loop):
     """A loop whose steps are compiled."""
 
-    parts: Parts | None = None
-    step: Program | None = None
-    of_gradient: Program | None = None
-    of_pulled: Program | None = None
+    mode: CompileMode = True
+    parts: Parts
     constants: list[OptionalTensor] = field(default_factory=list)
     before: Any = None
     """The first state, where the loop moves a vector in the place of a tree."""
+    known: tuple[Programs, Meaning] | None = None
+    """The programs of loops with this code, and what all steps have in common; another process finds its own."""
 
-    floats: set[tuple[float, ...]] = field(default_factory=set)
-    """Those of batches that programs are made for."""
-    left_out: set[int] = field(default_factory=set)
-    """The ids of programs that have none for this loop, and no room for it."""
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "known": None}
 
     @property
     def is_compiled(self) -> bool:
@@ -117,7 +106,7 @@ class CompiledLoop(Loop):
         if record or watch is not None or self.watch is not None:
             return otherwise()
         made = self._run(
-            self.of_gradient,
+            gradient,
             number,
             lambda batch: (carry, self._outside(), self._cut_batch(batch), False),
             otherwise,
@@ -156,7 +145,7 @@ class CompiledLoop(Loop):
             return super(CompiledLoop, self).pulled_step(carry, number, places, declared, bars, look, compare)
 
         made: list[OptionalTensor] = self._run(
-            self.of_pulled, number, arguments, otherwise, batch_with_history=True
+            pulled_step, number, arguments, otherwise, batch_with_history=True
         )
         if not of_batch:
             return made
@@ -177,7 +166,7 @@ class CompiledLoop(Loop):
         def arguments(batch: tuple[Any, ...]) -> tuple[Any, ...]:
             return carry, self._outside(), batch if record else self._cut_batch(batch), record
 
-        made = self._run(self.step, number, arguments, otherwise, record=record)
+        made = self._run(step, number, arguments, otherwise, record=record)
         if isinstance(made[0], Carry):
             return made
         params, state, buffers, loss, aux = made
@@ -194,7 +183,7 @@ class CompiledLoop(Loop):
 
     def _run(
         self,
-        program: Program | None,
+        function: Callable[..., Any],
         number: int,
         arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]],
         otherwise: Callable[[], Any],
@@ -205,14 +194,13 @@ class CompiledLoop(Loop):
         """What a program makes, or what is made otherwise, where it must not or cannot be compiled.
 
         Args:
-            program: a program.
+            function: what the program is of.
             number: of the step, which says with which batch and random numbers.
             arguments: the loss's arguments after the parameters → those of the program after the parts.
             otherwise: makes the same without it.
             record: connect what it makes.
             batch_with_history: connect the batch to the tensors that it is made of.
         """
-        assert program is not None
         if self.is_inside_another or transforms_are_active():
             warnings.warn(
                 "an inner loop with compile=True runs as without it inside of another one that is replayed",
@@ -232,32 +220,33 @@ class CompiledLoop(Loop):
                     if self.met is not None:
                         self.met.update({*map(id, pytree.flatten(batch)[0])} & new.keys())
                     batch = pytree.map_tensors(lambda x: new.get(id(x), x), batch)
-            leaves, spec = pytree.flatten(batch)
-            if (why_not := self._why_not(leaves)) is not None:
-                warnings.warn(f"an inner loop with compile=True runs as without it {why_not}", stacklevel=4)
-                return otherwise()
-            numbers = [leaf for leaf in leaves if type(leaf) is int]
-            if numbers:
-                places = map(Place, range(len(numbers)))
-                filled = [next(places) if type(leaf) is int else leaf for leaf in leaves]
-                batch = pytree.unflatten(spec, filled)
-            return program(
-                self.parts, *arguments(batch), numbers=numbers, otherwise=otherwise, left_out=self.left_out
-            )
+            programs, base = self._known()
 
-    def _why_not(self, leaves: Sequence[Any]) -> str | None:
-        """Why a step with this batch runs without a program, if it does."""
-        if any(map(is_numpys, leaves)):
-            return _OF_NUMPY.format("its batch")
-        floats = tuple(leaf for leaf in leaves if type(leaf) is float)
-        if floats and floats not in self.floats:
-            if len(self.floats) == _FLOATS:
-                return (
-                    f"where a number of its batch is none of the first {_FLOATS}, since each needs a program: give it "
-                    "as a tensor"
-                )
-            self.floats.add(floats)
-        return None
+            def run(variant: Variant, own: Any, _first: Any, _declared: Any, *batch: Any) -> Any:
+                call, optimizer = own
+                parts = self.parts._replace(call=call, optimizer=optimizer)
+                given = optree.tree_map(_with_inputs, batch, none_is_leaf=True)
+                return variant.program(function)(parts, *arguments(given))
+
+            return programs.run([("its batch", one) for one in batch], run, otherwise, base=base)
+
+    def _known(self) -> tuple[Programs, Meaning]:
+        if self.known is None:
+            parts = self.parts
+            programs = programs_of((code_of(self.loss), code_of(parts.optimizer)), "an inner loop", self.mode)
+            first = self.cut(self.first)
+            things = (
+                ("the loss or the optimizer", (parts.call, parts.optimizer)),
+                ("a parameter or the state", first),
+                ("a meta tensor", self.declared),
+            )
+            try:
+                base = programs.meaning(things, parts.kind)
+            except RefusedError as reason:
+                programs.tell(str(reason))
+                raise
+            object.__setattr__(self, "known", (programs, base))
+        return self.known
 
 
 def compiled(loop: Loop, mode: CompileMode) -> Loop:
@@ -267,33 +256,25 @@ def compiled(loop: Loop, mode: CompileMode) -> Loop:
     """
     if loop.steps == 0:
         return loop
-    names = Bindings(loop.loss, loop.optimizer, getattr(loop.model, "module", None))
-    if (why_not := _why_not(names)) is not None:
+    why_not = "inside of torch.func's transforms" if transforms_are_active() else ""
+    if hooks_of_all_modules():  # which the compiler does not see here
+        why_not = "while hooks are registered for all modules, as by `register_module_forward_hook`"
+    if why_not:
         warnings.warn(f"an inner loop with compile=True runs as without it {why_not}", stacklevel=5)
         return loop
     with kept_generators():
         found = loop.gradient(loop.cut(loop.first), 0, record=False)
     flat = flattened(loop, found.grads)
-    loop, before = (loop, None) if flat is None else flat
-    parts = parts_of_loop(loop)
-    own = {field.name: getattr(loop, field.name) for field in fields(Loop)}
-    return CompiledLoop(
-        **own,
-        parts=parts,
-        step=program_for(step, parts, loop.loss, names.code, mode),
-        of_gradient=program_for(gradient, parts, loop.loss, names.code, mode),
-        of_pulled=program_for(pulled_step, parts, loop.loss, names.code, mode),
-        constants=constants_of_loop(loop),
-        before=before,
-    )
+    made, before = (loop, None) if flat is None else flat
+    own = {field.name: getattr(made, field.name) for field in fields(Loop)}
+    parts, constants = parts_of_loop(made), constants_of_loop(made)
+    result = CompiledLoop(**own, mode=mode, parts=parts, constants=constants, before=before)
+    try:
+        result._known()
+    except RefusedError:
+        return loop
+    return result
 
 
-def _why_not(names: Bindings) -> str | None:
-    """Why a loop whose functions have these names is not compiled, if it is not."""
-    if transforms_are_active():
-        return "inside of torch.func's transforms"
-    if hooks_of_all_modules():
-        return "while hooks are registered for all modules, as by `register_module_forward_hook`"
-    if (name := names.name_of_numpy()) is not None:
-        return _OF_NUMPY.format(f"`{name}`")
-    return None
+def _with_inputs(leaf: Any) -> Any:
+    return as_input(leaf) if type(leaf) is int else leaf

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchopt_dist.collectives.watched_group import WatchedGroup
 from torchopt_dist.core.versions import Seen
 from torchopt_dist.distributed.group.kept import HeldLeaf
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.errors import ResidentError
-from torchopt_dist.torch_private import nccl_group
 
 __all__ = ["Before", "Held", "HeldLeaves", "Options", "keep_grads", "mirror_missing"]
 
@@ -43,8 +41,7 @@ class Held:
         self.optimizer = optimizer
         self.tensors = pack(module, main_by_name=True).tensors
         self.version = 0
-        self.group: dist.ProcessGroup | None = None
-        self._backend = "gloo"
+        self.group: WatchedGroup | None = None
         self._grads: dict[Key, dict[int, Tensor]] = {}
         self._lock = threading.Lock()
         self.note()
@@ -83,21 +80,10 @@ class Held:
             )
         return None
 
-    def connect(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], backend: str, seconds: float
-    ) -> None:
-        """Enter a process group of the workers that hold the mirror, by their ranks."""
-        # Torch's stubs do not say that what the two make is a process group.
-        make: Any = nccl_group if backend == "nccl" else dist.ProcessGroupGloo
-        self.group = make(store, ranks.index(rank), len(ranks), timedelta(seconds=seconds))
-        self._backend = backend
-        self._store = store  # NCCL meets there in the first all-reduce
-
     def adopt(self, earlier: Held) -> None:
         """Take the place of an earlier copy of the same mirror."""
         self.version = earlier.version + 1
-        if earlier.group is not None:
-            self.group, self._backend, self._store = earlier.group, earlier._backend, earlier._store
+        self.group = earlier.group
 
     def accumulate(self, backward: Key, grads: dict[int, Tensor]) -> None:
         """Keep a backward's gradients until the step."""
@@ -156,7 +142,7 @@ class Held:
     def _reduce(self, places: list[int], grads: dict[int, Tensor], problem: bool) -> bool:
         """Reduce gradients of one dtype, after a flag for a problem and one for each parameter that has a gradient."""
         parameters = [self.tensors[place] for place in places]
-        device = parameters[0].device if self.group is not None and self._backend == "nccl" else None
+        device = parameters[0].device if self.group is not None and self.group.on_gpus else None
         flags = [float(problem), *(float(place in grads) for place in places)]
         parts = [torch.tensor(flags, dtype=parameters[0].dtype)]
         for place, parameter in zip(places, parameters, strict=True):
@@ -166,7 +152,7 @@ class Held:
             parts.append(grad.reshape(-1))
         flat = torch.cat([part.detach().to(device or "cpu") for part in parts])
         if self.group is not None:
-            self.group.allreduce([torch.view_as_real(flat) if flat.is_complex() else flat]).wait()
+            self.group.run("allreduce", [torch.view_as_real(flat) if flat.is_complex() else flat]).wait()
         sizes = [len(flags), *(parameter.numel() for parameter in parameters)]
         head, *sums = flat.split(sizes)
         problems, *has_grad = head.tolist()

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from torchopt_dist.distributed.group.group import answering_group
 from torchopt_dist.process.future import Future
+from torchopt_dist.process.progress_bar import tasks_or_steps
 
 __all__ = ["Bar", "teller"]
 
@@ -29,16 +30,11 @@ class Bar:
     """
 
     def __init__(self, title: str, shares: dict[int, int]) -> None:
-        try:
-            from tqdm.auto import tqdm
-        except ImportError as error:
-            raise ImportError("progress=True needs tqdm: pip install tqdm; or leave it out") from error
         self._group = group = answering_group()
         self._done = dict.fromkeys(shares, 0)
         self._shares = shares
         self._lock = threading.Lock()
-        # None: shown unless standard error is a file or a pipe, as that of a worker of `launch` is.
-        self._bar = tqdm(total=sum(shares.values()), desc=title, unit="task", leave=False, disable=None)
+        self._bar = tasks_or_steps(title, sum(shares.values()), "task")
         self.ticket = group.rank, next(group.numbers)
         group.bars[self.ticket[1]] = self.told
 

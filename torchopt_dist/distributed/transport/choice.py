@@ -14,7 +14,7 @@ from torchopt_dist.errors import InitializationError
 
 __all__ = ["NAMES", "VARIABLE", "Choice", "check_name", "choose"]
 
-NAMES = ("rpc", "zmq")
+NAMES = ("auto", "rpc", "zmq")
 VARIABLE = "TODIST_TRANSPORT"
 
 
@@ -44,16 +44,17 @@ def choose(
 ) -> Choice:
     """Choose a transport; raises ``InitializationError`` if it is unknown, or cannot be used in this process.
 
-    ``None`` means the environment variable ``TODIST_TRANSPORT``, or ``rpc``, or ``zmq`` where lost workers are
-    replaced and where torch is built without RPC; ``backend`` and ``options`` are those of
+    ``None`` means the environment variable ``TODIST_TRANSPORT``, or ``auto``; that is ``rpc``, or ``zmq`` where lost
+    workers are replaced and where torch is built without RPC. ``backend`` and ``options`` are those of
     :func:`torch.distributed.rpc.init_rpc`.
     """
-    only_zmq = on_loss == "replace" or not rpc.is_available()
-    name = transport or os.environ.get(VARIABLE) or ("zmq" if only_zmq else "rpc")
+    name = transport or os.environ.get(VARIABLE) or "auto"
     if name not in NAMES:
         raise InitializationError(
             f"the environment variable {VARIABLE} must be {' or '.join(NAMES)}, got {name!r}"
         )
+    if name == "auto":
+        name = "zmq" if on_loss == "replace" or not rpc.is_available() else "rpc"
     if name == "zmq":
         return _zmq(backend, options)
     if on_loss == "replace":

@@ -19,7 +19,7 @@ from torchopt_dist.formulas.traced import TracedFormulas
 from torchopt_dist.nn._traced_module import named_parameters, parts_of, replace_parameters, traced_copy
 from torchopt_dist.torch_private import buffers_of, traced_leaf
 
-__all__ = ["Slot", "check_inputs", "differentiable", "values", "values_and_gradients"]
+__all__ = ["Slot", "Task", "check_inputs", "differentiable", "values", "values_and_gradients"]
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
@@ -35,31 +35,22 @@ class Slot(NamedTuple):
     """The number of the first slot of the same tensor."""
 
 
-def values(
-    function: Callable[..., Any],
-    places: Any,
-    leaves: list[Any],
-    mapped: Sequence[int],
-    number: int | None,
-    slots: list[Slot],
-    buffers: list[Tensor],
-) -> tuple[Any, list[Tensor]]:
-    """What the tasks return, and what is in the slots of buffers after one that begins with others."""
-    if number is None:
-        given = list(leaves)
-        for slot in slots:
-            if given[slot.leaf] is leaves[slot.leaf]:
-                given[slot.leaf] = traced_copy(leaves[slot.leaf], "reference")
-        return _with_buffers(function, places, given, slots, buffers)
+class Task(NamedTuple):
+    """A function and its arguments."""
 
-    def one_task(*own: Tensor) -> Any:
-        filled = list(leaves)
-        for place, tensor in zip(mapped, own, strict=True):
-            filled[place] = tensor
-        return _called(function, places, filled)
+    function: Callable[..., Any]
+    places: Any
+    leaves: list[Any]
+    mapped: Sequence[int]
+    number: int | None
+    slots: list[Slot]
+    buffers: list[Tensor]
+    """What is in the slots first."""
 
-    with TracedFormulas():
-        return torch.func.vmap(one_task, randomness="different")(*[leaves[place] for place in mapped]), []
+
+def values(task: Task) -> tuple[Any, list[Tensor]]:
+    """What the tasks return, and what is in the slots of buffers after one."""
+    return _made(task, list(task.leaves), {})
 
 
 def differentiable(leaves: Sequence[Any]) -> list[tuple[int, str, Tensor]]:
@@ -74,15 +65,7 @@ def differentiable(leaves: Sequence[Any]) -> list[tuple[int, str, Tensor]]:
     return found
 
 
-def values_and_gradients(
-    function: Callable[..., Any],
-    places: Any,
-    leaves: list[Any],
-    mapped: Sequence[int],
-    number: int | None,
-    slots: list[Slot],
-    buffers: list[Tensor],
-) -> tuple[Any, list[Tensor], Any, Sequence[OptionalTensor]]:
+def values_and_gradients(task: Task) -> tuple[Any, list[Tensor], Any, Sequence[OptionalTensor]]:
     """As :func:`values`, detached; a tree that says which leaf of a value is the loss; each task's gradients of it.
 
     The gradients are with respect to :func:`differentiable` leaves, and stacked if the tasks are; ``None`` for a leaf
@@ -90,11 +73,12 @@ def values_and_gradients(
     task, or could not be found.
     """
     with torch.enable_grad():
+        leaves, number = task.leaves, task.number
         filled, wanted = list(leaves), []
         by_module: dict[int, dict[str, Tensor]] = {}
         for place, name, tensor in differentiable(leaves):
             own = tensor.detach()
-            if number is not None and place not in mapped:
+            if number is not None and place not in task.mapped:
                 own = own.expand(number, *own.shape)
             wanted.append(traced_leaf(own))
             if isinstance(leaves[place], nn.Module):
@@ -102,25 +86,7 @@ def values_and_gradients(
             else:
                 filled[place] = wanted[-1]
 
-        def one_task(modules: dict[int, dict[str, Tensor]], own: list[Any]) -> Any:
-            given = list(leaves)
-            for place, tensor in zip(own_places, own, strict=True):
-                given[place] = tensor
-            for place, leaf in enumerate(leaves):
-                if place in modules or any(slot.leaf == place for slot in slots):
-                    given[place] = traced_copy(leaf, "reference")
-            for place, tensors in modules.items():
-                replace_parameters(given[place], named_parameters(leaves[place]), tensors)
-            return _with_buffers(function, places, given, slots, buffers)
-
-        own_places = [
-            place for place in range(len(leaves)) if filled[place] is not leaves[place] or place in mapped
-        ]
-        run = one_task
-        if number is not None:
-            run = torch.func.vmap(one_task, randomness="different")
-        with TracedFormulas():
-            made, after = run(by_module, [filled[place] for place in own_places])
+        made, after = _made(task, filled, by_module)
         found: list[Any] = []
         optree.tree_map(found.append, made, none_is_leaf=True)
         if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in found):
@@ -133,6 +99,31 @@ def values_and_gradients(
             grads = torch.autograd.grad(losses[0].sum(), wanted, allow_unused=True)
     which = optree.tree_map(_has_gradient, made, none_is_leaf=True)
     return optree.tree_map(_detached, made, none_is_leaf=True), after, which, grads
+
+
+def _made(task: Task, filled: list[Any], by_module: dict[int, dict[str, Tensor]]) -> tuple[Any, list[Tensor]]:
+    """As :func:`values`, with other leaves, and with other tensors in the modules among them."""
+    leaves = task.leaves
+
+    def one_task(modules: dict[int, dict[str, Tensor]], own: list[Any]) -> Any:
+        given = list(leaves)
+        for place, tensor in zip(own_places, own, strict=True):
+            given[place] = tensor
+        for place, leaf in enumerate(leaves):
+            if place in modules or any(slot.leaf == place for slot in task.slots):
+                given[place] = traced_copy(leaf, "reference")
+        for place, tensors in modules.items():
+            replace_parameters(given[place], named_parameters(leaves[place]), tensors)
+        return _with_buffers(task, given)
+
+    own_places = [
+        place for place in range(len(leaves)) if filled[place] is not leaves[place] or place in task.mapped
+    ]
+    own = [filled[place] for place in own_places]
+    if task.number is None:
+        return one_task(by_module, own)
+    with TracedFormulas():
+        return torch.func.vmap(one_task, randomness="different")(by_module, own)
 
 
 def check_inputs(graph: Any) -> None:
@@ -148,32 +139,22 @@ def check_inputs(graph: Any) -> None:
             raise NotImplementedError("the function closes over a tensor that wants a gradient")
 
 
-def _with_buffers(
-    function: Callable[..., Any],
-    places: Any,
-    leaves: Sequence[Any],
-    slots: list[Slot],
-    buffers: list[Tensor],
-) -> tuple[Any, list[Tensor]]:
+def _with_buffers(task: Task, leaves: Sequence[Any]) -> tuple[Any, list[Tensor]]:
     """Call a function on modules that are copies, with buffers of their own; its value, and these buffers then."""
     own: list[Tensor] = []
     holders: list[TensorContainer] = []
-    for slot, tensor in zip(slots, buffers, strict=True):
+    for slot, tensor in zip(task.slots, task.buffers, strict=True):
         own.append(tensor.clone() if slot.first == len(own) else own[slot.first])
         holders.append(buffers_of(parts_of(leaves[slot.leaf])[slot.part]))
         holders[-1][slot.name] = own[-1]
-    value = _called(function, places, leaves)
+    args, kwargs = optree.tree_map(lambda place: leaves[place], task.places)
+    value = task.function(*args, **kwargs)
     after: list[Tensor] = []
-    for holder, slot in zip(holders, slots, strict=True):
+    for holder, slot in zip(holders, task.slots, strict=True):
         now = holder[slot.name]
         assert now is not None
         after.append(now.detach())
     return value, after
-
-
-def _called(function: Callable[..., Any], places: Any, leaves: Sequence[Any]) -> Any:
-    args, kwargs = optree.tree_map(lambda place: leaves[place], places)
-    return function(*args, **kwargs)
 
 
 def _has_gradient(leaf: Any) -> bool:

@@ -7,21 +7,22 @@ torch makes it, also for a caller without gradients: a task may adapt a module i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.core.programs import CompileMode, Program, code_of
+from torchopt_dist.core.meaning import RefusedError
+from torchopt_dist.core.programs import CompileMode, Variant, code_of, programs_of
+from torchopt_dist.core.second_order import with_refusal
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
-from torchopt_dist.distributed.worker._same_function import Family, Meaning, RefusedError
 from torchopt_dist.distributed.worker._traced_tasks import (
     Slot,
+    Task,
     check_inputs,
     differentiable,
     values,
@@ -30,59 +31,11 @@ from torchopt_dist.distributed.worker._traced_tasks import (
 from torchopt_dist.distributed.worker.buffers import Place, Returning, buffers_in, differs
 from torchopt_dist.torch_private import note_attributes
 
-__all__ = ["LARGE", "LIMIT", "CompiledTask"]
+__all__ = ["LARGE", "CompiledTask"]
 
 LARGE = 256 << 20
 """Bytes of all tasks' gradients from which on their sum is made without them."""
-
-
-LIMIT = 16
-"""Of the variants of one function, such as one for each learning rate or shape; more of them run as they are."""
-
-
-class _Programs(NamedTuple):
-    """Those of one variant of a function."""
-
-    values: Program
-    with_gradients: Program
-
-
-class _Variants:
-    """The programs of all functions of one code, by what these and their arguments mean."""
-
-    def __init__(self, name: str, mode: CompileMode) -> None:
-        self.family = Family()
-        self._named, self._captured = f"the task {name!r}", mode == "reduce-overhead"
-        self.made: dict[tuple[Any, ...], tuple[_Programs, list[Any]]] = {}
-        self._told: set[str] = set()
-
-    def of(self, meaning: Meaning) -> _Programs:
-        """The programs of this variant.
-
-        Raises:
-            RefusedError: there are as many others as there may be.
-        """
-        if meaning.key not in self.made:
-            if len(self.made) == LIMIT:
-                where = meaning.differs_at([*self.made][-1])
-                raise RefusedError(
-                    f"{where} differs from that in each of its {LIMIT} programs: make what changes a tensor"
-                )
-            gradient = Program(
-                values_and_gradients,
-                self._named,
-                check=check_inputs,
-                warns=False,
-                captured=self._captured,
-            )
-            self.made[meaning.key] = _Programs(Program(values, self._named), gradient), meaning.alive
-        return self.made[meaning.key][0]
-
-    def tell(self, reason: Exception) -> None:
-        """Warn that a task runs as it is, once for each reason."""
-        if str(reason) not in self._told:
-            self._told.add(str(reason))
-            warnings.warn(f"{self._named} with compile=True runs as without it, since {reason}", stacklevel=4)
+_NOT_TWICE = "a task with compile=True has no second derivatives: leave compile=True out for them"
 
 
 class CompiledTask:
@@ -91,7 +44,7 @@ class CompiledTask:
     def __init__(self, function: Callable[..., Any], mode: CompileMode) -> None:
         self._returns_buffers = isinstance(function, Returning)
         self._function = function.func if isinstance(function, Returning) else function
-        self._variants = _variants(code_of(function), _name(self._function), mode)
+        self._programs = programs_of(code_of(function), f"the task {_name(self._function)!r}", mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one task."""
@@ -117,49 +70,23 @@ class CompiledTask:
         places = rebuild(iter(range(len(leaves))))
         if optree.tree_leaves(places, none_is_leaf=True) != list(range(len(leaves))):
             return otherwise()  # a container that only we know
-        lock = self._variants.family.lock
+        spec = optree.tree_structure(places, none_is_leaf=True)
 
-        with lock:
-            try:
-                slots, buffers = self._buffers_of(leaves, mapped, rebuild)
-                names = _names(optree.tree_structure(places, none_is_leaf=True))
-                given = zip(names, leaves, strict=True)
-                named = (
-                    ("the function", self._function),
-                    ("how arguments are nested", (places, tuple(mapped))),
-                )
-                meaning = Meaning(self._variants.family, (*named, *given))
-                programs = self._variants.of(meaning)
-            except Exception as reason:
-                # That of a class that cannot be asked, such as an uninitialized parameter's, is among these.
-                self._variants.tell(reason)
-            else:
-                function, _, *leaves = meaning.things
-                tensors = [buffer.tensor.detach() for buffer in buffers]
-                number = leaves[mapped[0]].shape[0] if mapped else None
-                arguments = (function, places, leaves, mapped, number, slots, tensors)
+        def run(variant: Variant, function: Any, *leaves: Any) -> Any:
+            slots, buffers = self._buffers_of(leaves, mapped, rebuild)
+            tensors = [buffer.tensor.detach() for buffer in buffers]
+            number = leaves[mapped[0]].shape[0] if mapped else None
+            value, made = _run(variant, Task(function, places, list(leaves), mapped, number, slots, tensors))
+            if not self._returns_buffers:
+                return value
+            changed = zip(buffers, made, strict=True)
+            return value, {old.key: new for old, new in changed if differs(old.tensor, new)}
 
-                def released() -> Any:
-                    meaning.move_out()
-                    lock.release()  # what runs as it is may wait for other workers
-                    try:
-                        return otherwise()
-                    finally:
-                        lock.acquire()
-
-                meaning.move_in()
-                try:
-                    value, made = _run(programs, arguments, released)
-                finally:
-                    meaning.move_out()
-                if made is None or not self._returns_buffers:
-                    return value
-                changed = zip(buffers, made, strict=True)
-                return value, {old.key: new for old, new in changed if differs(old.tensor, new)}
-        return otherwise()
+        things = (("the function", self._function), *zip(_names(spec), leaves, strict=True))
+        return self._programs.run(things, run, otherwise, (spec, tuple(mapped)))
 
     def _buffers_of(
-        self, leaves: list[Any], mapped: Sequence[int], rebuild: Callable[[Any], Any]
+        self, leaves: Sequence[Any], mapped: Sequence[int], rebuild: Callable[[Any], Any]
     ) -> tuple[list[Slot], list[Place]]:
         """Where the buffers are that the function returns, and themselves."""
         if not self._returns_buffers:
@@ -182,28 +109,23 @@ class CompiledTask:
         return slots, buffers
 
 
-def _run(programs: _Programs, arguments: tuple[Any, ...], otherwise: Callable[[], Any]) -> tuple[Any, Any]:
-    """What the tasks return, and their buffers after them; ``None`` for these where no program has run."""
-    _, _, leaves, mapped, number, *_ = arguments
+def _run(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
+    """What the tasks return, and their buffers after them."""
+    leaves, mapped, number = task.leaves, task.mapped, task.number
     for leaf in leaves:
         if isinstance(leaf, nn.Module):
             note_attributes(leaf)
     inputs = differentiable(leaves)
-    recorded, program = torch.is_grad_enabled(), programs.with_gradients
-
-    def with_a_graph() -> tuple[Any, Any]:
-        with torch.enable_grad():
-            made, buffers = programs.values(
-                *arguments, otherwise=lambda: (_in_mode(recorded, otherwise), None)
-            )
-        return made if recorded else optree.tree_map(_detached, made, none_is_leaf=True), buffers
-
+    recorded, program = torch.is_grad_enabled(), variant.program(values_and_gradients, check_inputs)
     size = sum(tensor.nbytes * (1 if place in mapped else number or 1) for place, _, tensor in inputs)
     if not inputs or size > LARGE or not (recorded or program.has_run):
-        return with_a_graph()
-    with torch.no_grad():
-        value, buffers, which, grads = program(*arguments, otherwise=lambda: (*with_a_graph(), None, []))
-    if which is None or not recorded:
+        return _with_a_graph(variant, task)
+    try:
+        with torch.no_grad():
+            value, buffers, which, grads = program(task)
+    except RefusedError:
+        return _with_a_graph(variant, task)
+    if not recorded:
         return value, buffers
     found, spec = optree.tree_flatten(value, none_is_leaf=True)
     is_loss = optree.tree_leaves(which)
@@ -213,6 +135,13 @@ def _run(programs: _Programs, arguments: tuple[Any, ...], otherwise: Callable[[]
         connected: Any = _Loss.apply
         found[which_leaf] = connected(found[which_leaf], grads, is_own, *[tensor for *_, tensor in inputs])
     return optree.tree_unflatten(spec, found), buffers
+
+
+def _with_a_graph(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        made, buffers = variant.program(values)(task)
+    return made if recorded else optree.tree_map(_detached, made, none_is_leaf=True), buffers
 
 
 class _Loss(torch.autograd.Function):
@@ -240,33 +169,10 @@ class _Loss(torch.autograd.Function):
             made = of_loss[:, None] * by_task if is_own else by_task.t().mv(of_loss)
             made = made.reshape(given.shape)
             if torch.is_grad_enabled():  # with `create_graph=True`
-                connected: Any = _Gradient.apply
-                made = connected(made, *ctx.inputs)
-            found.append(made)
+                found += with_refusal([made], ctx.inputs, _NOT_TWICE)
+            else:
+                found.append(made)
         return tuple(found)
-
-
-class _Gradient(torch.autograd.Function):
-    """A gradient that has none itself."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
-        """The gradient, which depends on the inputs."""
-        del ctx, inputs
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *output_grads: Tensor) -> Any:
-        """Raise."""
-        raise RuntimeError(
-            "a task with compile=True has no second derivatives: leave compile=True out for them"
-        )
-
-
-@lru_cache(maxsize=64)
-def _variants(code: Any, name: str, mode: CompileMode) -> _Variants:
-    del code  # of which the cache has the same
-    return _Variants(name, mode)
 
 
 def _name(function: Any) -> str:
@@ -280,11 +186,6 @@ def _names(spec: Any) -> list[str]:
     """What messages call each argument, of those of a structure."""
     found = (accessor.codify("") for accessor in spec.accessors())
     return [f"{'kwargs' if name.startswith('[1]') else 'args'}{name[3:]}" for name in found]
-
-
-def _in_mode(recorded: bool, otherwise: Callable[[], Any]) -> Any:
-    with torch.set_grad_enabled(recorded):
-        return otherwise()
 
 
 def _detached(leaf: Any) -> Any:

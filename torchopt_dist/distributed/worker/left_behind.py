@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.functional import replaced
+from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.core.unconnected import Unconnected, unconnected
 from torchopt_dist.core.versions import Seen
 from torchopt_dist.distributed.messages.payload import Payload
@@ -87,7 +88,7 @@ class LeftBehind:
         name, inputs = _name(self._payload.function), self._tensors
         outputs = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         parts = [tensor for leaf in returned if isinstance(leaf, nn.Module) for tensor in leaf.parameters()]
-        leaves = _leaves_below(outputs)
+        leaves = leaves_behind([output for output in outputs if not output.is_leaf])[1]
         silent = _silent(name, self._unconnected, [*leaves, *outputs], inputs) if leaves else None
         mine = {id(tensor) for tensor in (*inputs, *outputs, *parts)}
         leaves = [leaf for leaf in leaves if id(leaf) not in mine]
@@ -199,25 +200,10 @@ def _silent(
     """A sentence about the first input that an inner loop uses, and that results with a graph do not depend on."""
     for tensors, why in noted:
         for tensor in tensors:
-            behind = {id(leaf) for leaf in ([tensor] if tensor.is_leaf else _leaves_below([tensor]))}
+            behind = set(map(id, leaves_behind([tensor])[1]))
             if not behind.isdisjoint(map(id, inputs)) and behind.isdisjoint(map(id, reached)):
                 return f"{name} returns what has no path to a tensor of shape {tuple(tensor.shape)}: {why}"
     return None
-
-
-def _leaves_below(outputs: Sequence[Tensor]) -> list[Tensor]:
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen, leaves = set(waiting), []
-    while waiting:
-        node = waiting.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            leaves.append(variable)
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                waiting.append(below)
-    return leaves
 
 
 def _globals_of(function: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:

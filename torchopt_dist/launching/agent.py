@@ -1,0 +1,342 @@
+"""One stream to the launcher ⇄ the workers of one host in one launch: their starts, their output and their ends.
+
+The agent is the only process on its host that communicates with the launcher. It forks the workers, forwards their
+output, and reports how they end. It is the kernel's "child subreaper": a process that a worker has started, and whose
+parent has ended, becomes the agent's child. So whatever workers start stays among the agent's descendants, and the
+agent does not end before they have. When the launcher says so or ends, the agent ends all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import math
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import setproctitle
+
+from torchopt_dist.errors import InitializationError
+from torchopt_dist.launching import messages, processes, store, worker
+from torchopt_dist.launching.messages import Stream
+from torchopt_dist.process.out_of_memory import out_of_memory_kills
+from torchopt_dist.process.signals import INTERRUPT
+
+__all__ = ["Agent"]
+
+CHUNK = 1 << 16
+ALIVE_SECONDS = 1.0
+"""Between two signs of life, until the launcher has said otherwise."""
+INTERRUPT_SECONDS = 0.4
+"""For workers to notice an interrupt; one that runs Python code notices it at once."""
+LAST_WORDS_SECONDS = 5.0
+"""For the launcher to take what workers have written before they ended."""
+ORPHANED_GRACE = 1.0
+"""Seconds that workers have when the launcher has ended and not waited for them, at most."""
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A worker that has been forked.
+
+    Attributes:
+        rank: its rank.
+        pipes: descriptor of the reading end of a pipe → the name of the pipe: ``stdout``, ``stderr`` or ``report``.
+    """
+
+    rank: int
+    pipes: dict[int, str]
+
+
+class Agent:
+    """Looks after the workers of one host in one launch.
+
+    Args:
+        connection: the socket to the launcher.
+        watched: descriptors of processes; the end of one of them means that the launcher has ended. The first is the
+            process at the other end of the connection.
+    """
+
+    def __init__(self, connection: socket.socket, watched: list[int]) -> None:
+        self._stream, self._peer = Stream(connection), watched[0]
+        self._selector = selectors.DefaultSelector()
+        self._pipes = selectors.EpollSelector()
+        """Watches the workers' pipes. The other selector watches this one, unless the stream is full."""
+        self._woken, self._wake = processes.wake_on_children()
+        opened = [processes.open_process(pid) for pid in watched]
+        self._watched = [descriptor for descriptor in opened if descriptor is not None]
+        self._launcher_has_ended = len(self._watched) < len(watched)
+        self._workers: list[_Worker] = []
+        self._running: dict[int, _Worker] = {}
+        """Those of them whose process has not ended, by that."""
+        self._listeners: store.Listeners | None = None
+        self._store: Any = None
+        self._grace: float | None = None
+        """Seconds for the workers to end, once they are to."""
+        self._kills_before = out_of_memory_kills()
+        self._between_signs = ALIVE_SECONDS
+        self._spoke_at = -math.inf
+
+    def run(self) -> None:
+        """Work until the launcher says that the launch is over, or ends."""
+        os.setsid()
+        setproctitle.setproctitle(f"todist: agent of {self._peer}")
+        processes.adopt_orphans()
+        self._watch(self._stream.fileno(), self._hear)
+        self._watch(self._woken, self._wake_up)
+        for descriptor in self._watched:
+            self._watch(descriptor, self._lose_launcher)
+        self._watch(self._pipes.fileno(), self._read_pipes)
+        while self._grace is None and not self._launcher_has_ended:
+            self._turn(self._between_signs)
+        self._end(ORPHANED_GRACE if self._grace is None else self._grace)
+
+    # The loop.
+
+    def _watch(self, descriptor: int, then: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, then)
+
+    def _turn(self, seconds: float) -> None:
+        """Handle the next events; wait for them so many seconds."""
+        self._speak()
+        if not self._launcher_has_ended:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._stream.waits_to_send else 0)
+            self._selector.modify(self._stream.fileno(), events, self._hear)
+        full = self._stream.is_full and not self._launcher_has_ended
+        if full is (self._pipes.fileno() in self._selector.get_map()):
+            if full:
+                self._selector.unregister(self._pipes.fileno())
+            else:
+                self._watch(self._pipes.fileno(), self._read_pipes)
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def _speak(self) -> None:
+        """Give a sign of life, if it is time for one."""
+        now = time.monotonic()
+        if now - self._spoke_at >= self._between_signs and not self._stream.waits_to_send:
+            self._spoke_at = now
+            self._tell(messages.Alive(os.getpid()))
+
+    def _tell(self, message: object) -> None:
+        if not self._launcher_has_ended:
+            try:
+                self._stream.put(message)
+            except OSError:
+                self._lose_launcher()
+
+    def _hear(self) -> None:
+        try:
+            self._stream.send()
+            received = self._stream.receive()
+        except (EOFError, OSError):
+            self._lose_launcher()
+            return
+        for message in received or ():
+            if isinstance(message, messages.StartWorkers):
+                self._start(message)
+            elif isinstance(message, messages.Speak):
+                self._between_signs = message.seconds
+            elif isinstance(message, messages.Stop):
+                self._grace = message.grace
+            elif isinstance(message, messages.Listen):
+                self._tell(self._listen(message))
+            elif isinstance(message, messages.Reach):
+                self._tell(store.reach(message, self._goes_on))
+
+    def _lose_launcher(self) -> None:
+        if not self._launcher_has_ended:
+            self._launcher_has_ended = True
+            self._selector.unregister(self._stream.fileno())
+            for descriptor in self._watched:
+                self._selector.unregister(descriptor)
+
+    # The rendezvous.
+
+    def _listen(self, question: messages.Listen) -> messages.Listening:
+        try:
+            self._listeners = store.Listeners(question)
+        except InitializationError as error:
+            return messages.Listening({}, b"", str(error))
+        for listener in self._listeners:
+            self._watch(listener.fileno(), functools.partial(self._listeners.greet, listener))
+        return self._listeners.where
+
+    def _goes_on(self) -> bool:
+        """Handle all else that has happened; returns whether the launcher is still there."""
+        self._turn(0.0)
+        return self._grace is None and not self._launcher_has_ended
+
+    # Starts of workers.
+
+    def _start(self, message: messages.StartWorkers) -> None:
+        if message.cores is not None:
+            os.sched_setaffinity(0, message.cores)
+        if message.umask is not None:
+            os.umask(message.umask)
+        listener = None
+        if self._listeners is not None and message.store is not None:
+            for each in self._listeners:
+                self._selector.unregister(each.fileno())
+            listener = self._listeners.keep(message.store)
+        try:
+            for rank in message.env:
+                self._fork(rank, message, listener)
+        except OSError as error:  # there are too many files or processes
+            self._tell(messages.NotStarted(error.errno or 0, str(error.strerror)))
+            return
+        if listener is not None:  # now, since no process should be forked from one that has threads
+            threading.Thread(
+                target=self._hold_store, args=(listener,), name="todist store", daemon=True
+            ).start()
+
+    def _hold_store(self, listener: socket.socket) -> None:
+        """Make the store in a thread, since torch looks names up, which may take seconds."""
+        try:
+            self._store = store.store_at(listener)
+        except RuntimeError as error:
+            self._store = error
+            os.write(self._wake, b"\0")
+
+    def _fork(self, rank: int, message: messages.StartWorkers, listener: socket.socket | None) -> None:
+        ends: dict[str, tuple[int, int]] = {}
+        agent = os.getpid()
+        try:
+            for name in ("stdout", "stderr", "report"):
+                ends[name] = os.pipe2(os.O_CLOEXEC)
+            pid = os.fork()
+        except OSError:
+            for pair in ends.values():
+                os.close(pair[0])
+                os.close(pair[1])
+            raise
+        if pid == 0:
+            try:
+                self._become_worker(agent, [pair[0] for pair in ends.values()])
+                if listener is not None:
+                    listener.close()
+                worker.work(rank, message, **{name: pair[1] for name, pair in ends.items()})
+            finally:
+                os._exit(1)
+        forked = _Worker(rank, {reading: name for name, (reading, _) in ends.items()})
+        for reading, writing in ends.values():
+            os.close(writing)
+            os.set_blocking(reading, False)
+            self._pipes.register(reading, selectors.EVENT_READ, forked)
+        self._workers.append(forked)
+        self._running[pid] = forked
+        self._tell(messages.Started(rank, pid))
+
+    def _become_worker(self, agent: int, not_for_it: list[int]) -> None:
+        """In a process that has just been forked: close everything that belongs to the agent."""
+        processes.end_with_parent(agent)  # should the agent be killed
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGINT and SIGTERM are the worker's own to set
+        os.setsid()
+        of_others = [pipe for forked in self._workers for pipe in forked.pipes]
+        for descriptor in (*not_for_it, *of_others, self._woken, self._wake, *self._watched):
+            os.close(descriptor)
+        self._selector.close()
+        self._pipes.close()
+        self._stream.close()
+
+    # What workers write, and how they end.
+
+    def _read_pipes(self) -> None:
+        for key, _ in self._pipes.select(0):
+            writer: _Worker = key.data
+            if writer.pipes.get(key.fd) == "report":
+                self._drain(writer, but=key.fd)  # what it has printed comes before what it says of that
+            if key.fd in writer.pipes:
+                self._read(key.fd, writer)
+
+    def _read(self, pipe: int, writer: _Worker) -> bool:
+        """Forward a chunk of what has been written into a pipe; returns whether there was any."""
+        try:
+            data = os.read(pipe, CHUNK)
+        except BlockingIOError:
+            return False
+        if data:
+            self._tell(messages.Output(writer.rank, writer.pipes[pipe], data))
+            return True
+        self._pipes.unregister(pipe)
+        os.close(pipe)
+        del writer.pipes[pipe]
+        return False
+
+    def _drain(self, writer: _Worker, but: int | None = None) -> None:
+        """Forward all that a worker has written up to now, its last words to standard error after the rest.
+
+        Its child processes may go on writing, so no more is read than the pipe can hold.
+
+        Args:
+            writer: the worker.
+            but: the descriptor of a pipe to leave out.
+        """
+        for pipe in [each for each in writer.pipes if each != but]:
+            for _ in range(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) // CHUNK + 1):
+                if not self._read(pipe, writer):
+                    break
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 1 << 12)
+        if isinstance(self._store, RuntimeError):
+            self._tell(messages.NotStarted(0, str(self._store)))
+            self._store = None
+        for pid, status in processes.reap(os.WUNTRACED | os.WCONTINUED):
+            changed = self._running.get(pid)
+            if changed is None:
+                continue  # what a worker has started, and has not waited for
+            self._drain(changed)
+            if os.WIFSTOPPED(status):
+                self._tell(messages.Halted(changed.rank, os.WSTOPSIG(status)))
+            elif os.WIFCONTINUED(status):
+                self._tell(messages.Halted(changed.rank, None))
+            else:
+                del self._running[pid]
+                killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+                oom = killed and out_of_memory_kills() > self._kills_before
+                self._tell(messages.Exited(changed.rank, os.waitstatus_to_exitcode(status), oom))
+
+    def _end(self, grace: float) -> None:
+        """End the workers, and then kill all descendants of this process that are left.
+
+        An interrupt lets ``finally`` blocks of a worker run. A worker in C code does not notice it, and is ended by
+        SIGTERM. A worker that handles SIGTERM itself gets that alone.
+
+        Args:
+            grace: seconds that workers have before they are killed.
+        """
+        own = {pid: processes.handles(pid, signal.SIGTERM) for pid in self._running} if grace > 0 else {}
+        for pid, handles in own.items():
+            processes.kill(pid, signal.SIGTERM if handles else INTERRUPT)
+            processes.kill(pid, signal.SIGCONT)  # should it have been stopped
+        until = self._wait_for_ends(INTERRUPT_SECONDS, time.monotonic() + grace)
+        for pid in self._running:
+            if own.get(pid) is False and processes.handles(pid, INTERRUPT):  # it has not noticed
+                processes.kill(pid, signal.SIGTERM)
+        self._wait_for_ends(grace, until)
+        processes.end_descendants(meanwhile=self._speak)
+        for writer in self._workers:
+            self._drain(writer)
+        with contextlib.suppress(OSError):
+            if not self._launcher_has_ended:
+                self._stream.send_all(LAST_WORDS_SECONDS)
+
+    def _wait_for_ends(self, seconds: float, until: float) -> float:
+        """Wait for workers to end, so many seconds, and not after ``until``; that is earlier if the launcher ends."""
+        launcher_waits, end = not self._launcher_has_ended, time.monotonic() + seconds
+        while self._running and (left := min(end, until) - time.monotonic()) > 0:
+            self._turn(min(self._between_signs, left))
+            if launcher_waits and self._launcher_has_ended:
+                until, launcher_waits = min(until, time.monotonic() + ORPHANED_GRACE), False
+        return until

@@ -1,0 +1,329 @@
+"""A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
+
+``hosts.py`` has the streams to the agents, and ``states.py`` what is known of agents and workers. Of several errors
+the likeliest cause is raised. Agents and workers have ended when :meth:`Attempt.run` returns or raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
+from torchopt_dist.launching import messages
+from torchopt_dist.launching.hosts import Agents, Plan, agree
+from torchopt_dist.launching.packing import unpack_failure
+from torchopt_dist.launching.states import (
+    AgentHandle,
+    AgentState,
+    WorkerHandle,
+    WorkerState,
+    may_be_an_echo,
+)
+
+__all__ = ["Attempt", "StoppedError"]
+
+log = logging.getLogger(__package__)
+
+LOST_SECONDS = 0.5
+"""Seconds, after an agent has ended, in which it may become known that its machine is lost."""
+ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
+"""Seconds that an error waits for another one that may be its cause: a broken connection, and an exit."""
+
+
+class StoppedError(Exception):
+    """Raised by an attempt that was told to stop before all functions had returned."""
+
+
+class Attempt:
+    """One attempt to run a task on all workers.
+
+    Args:
+        plan: the launch.
+        restarts: how many attempts there have been before.
+        stop: the attempt ends its workers when there is something to read from this socket.
+
+    Attributes:
+        lost: the names of the hosts that were lost → the reasons. It is complete when :meth:`run` has ended.
+        replaced: the ranks that were given to new processes → the errors of the earlier processes.
+    """
+
+    def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
+        self._plan, self._options, self._stop = plan, plan.options, stop
+        self._is_stopped = self._is_ending = False
+        self.lost: dict[str, str] = {}
+        self.replaced: defaultdict[int, list[WorkerFailedError]] = defaultdict(list)
+        self._agents = Agents(plan, restarts, self._hear)
+        self._workers: list[WorkerHandle] = []
+        self._failures: list[tuple[float, float, Exception]] = []
+        """Errors: seconds in which the cause of each may still become known, when these are over, the error."""
+
+    def run(self) -> list[Any]:
+        """The values of all ranks.
+
+        Raises:
+            Exception: as :meth:`~torchopt_dist.launching.Launcher.run`.
+            StoppedError: the attempt was told to stop.
+        """
+        grace = self._options.stop_timeout
+        try:
+            if self._stop is not None:
+                self._agents.watch(self._stop, self._note_stop)
+            for host in self._plan.hosts:
+                self._workers += self._agents.connect(host).workers.values()
+            first, *others = self._agents
+            self._agents.master = agree([first, *others], self._options.master_port, self._ask)
+            self._agents.start(first, store=self._agents.master[0])
+            for agent in others:
+                self._agents.start(agent)
+            while not self._all_returned:
+                self._turn()
+            self._wait_for_exits()
+            grace = 0.0
+        finally:
+            self._end(grace)
+        if self._agents.raised is not None:
+            raise self._agents.raised
+        return [worker.take_value() for worker in self._workers]
+
+    @property
+    def lost_workers(self) -> dict[int, WorkerFailedError | AgentFailedError]:
+        """The ranks without which the others have gone on → how they were lost."""
+        return {worker.rank: worker.lost for worker in self._workers if worker.lost is not None}
+
+    # The loop.
+
+    def _ask(self, agents: Sequence[AgentHandle], question: object) -> list[Any]:
+        """The answers of agents to a question."""
+        for agent in agents:
+            agent.answer = None
+            agent.tell(question)
+        while any(agent.answer is None for agent in agents):
+            self._turn()
+        return [agent.answer for agent in agents]
+
+    @property
+    def _all_returned(self) -> bool:
+        return all(worker.is_good for worker in self._workers)
+
+    def _turn(self, until: float = math.inf) -> None:
+        """Handle the next events or the next deadline, whichever is first; return at ``until`` if neither comes."""
+        until = min([until, *(moment for moment, _ in self._deadlines())])
+        for act in self._agents.ready(until - time.monotonic()):
+            act()
+        for moment, act in self._deadlines():
+            if moment <= time.monotonic():
+                act()
+
+    def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
+        """The deadlines, by ``time.monotonic``, each with what is done when it is reached."""
+        options, patience = self._options, self._plan.liveness.patience
+        if self._failures:
+            _, moment, error = min(self._failures, key=lambda failure: failure[0])  # of equals, the first
+            all_known = all(worker.is_decided for worker in self._workers)
+            yield (-math.inf if all_known else moment), partial(_raise, error)
+        if self._is_stopped and not self._all_returned:
+            yield -math.inf, partial(_raise, StoppedError())
+        if starting := [worker.begun for worker in self._workers if worker.is_starting]:
+            yield min(starting) + options.start_timeout, self._refuse_late_starts
+        if options.timeout is not None and not self._all_returned:
+            yield self._plan.begun + options.timeout, self._refuse_late_values
+        for agent in self._agents:
+            if not agent.has_ended:
+                yield self._agents.silent_at(agent), partial(self._give_up_agent, agent)
+            for worker in agent.workers.values():
+                if worker.halted is not None and not worker.is_decided:
+                    since, number = worker.halted
+                    yield since + patience, partial(self._give_up_halted, agent, worker, number)
+
+    def _refuse_late_starts(self) -> None:
+        waiting = ", ".join(str(worker) for worker in self._workers if worker.is_starting)
+        seconds = self._options.start_timeout
+        raise InitializationError(
+            f"{waiting} did not start within `start_timeout`, {seconds:g} s: give more where machines are busy"
+        )
+
+    def _refuse_late_values(self) -> None:
+        waiting = ", ".join(str(worker) for worker in self._workers if not worker.is_good)
+        seconds = self._options.timeout
+        raise CallTimeoutError(f"{waiting} did not return within `timeout`, {seconds:g} s")
+
+    def _give_up_agent(self, agent: AgentHandle) -> None:
+        """Kill an agent that gives no sign of life, unless its messages are there and were not read yet."""
+        if not agent.stream.waits_to_be_read:
+            if agent.pid is not None:
+                agent.machine.kill(agent.pid)
+            seconds = self._plan.liveness.patience
+            self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
+
+    def _give_up_halted(self, agent: AgentHandle, worker: WorkerHandle, number: int) -> None:
+        """Kill a worker that is stopped, so that it cannot continue in a group that has gone on without it."""
+        if not self._may_be_replaced(worker):
+            self._lose(worker.halt(number, self._plan.liveness.patience), 0.0, worker)
+        if self._options.on_loss != "end" and worker.pid is not None:
+            worker.halted = None
+            agent.machine.kill(worker.pid)
+
+    def _lose(self, error: WorkerFailedError | AgentFailedError, wait: float, *workers: WorkerHandle) -> None:
+        """Record that workers have died: the others go on without them, or this is a failure."""
+        can_be_spared = workers and all(worker.rank and worker.pid for worker in workers)
+        if self._options.on_loss == "end" or not can_be_spared:
+            self._fail(error, wait, *workers)
+            return
+        log.warning("%s; the others go on", error)
+        for worker in workers:
+            worker.lose(error)
+
+    def _may_be_replaced(self, worker: WorkerHandle) -> bool:
+        """Whether a worker that has died gets a new process: not rank 0, and not when the attempt is about to end."""
+        is_ending = self._is_ending or bool(self._failures)
+        return self._options.on_loss == "replace" and worker.rank > 0 and not is_ending
+
+    def _replace(self, agent: AgentHandle, worker: WorkerHandle, error: WorkerFailedError) -> None:
+        """Give the rank of a worker that has died to a new process, started by an agent of its own."""
+        most = self._options.max_replacements
+        if worker.incarnation == most:
+            self._fail(error, 0.0, worker)
+            return
+        log.warning("%s; it gets a new process, %d of %d", error, worker.incarnation + 1, most)
+        worker.lose(error)
+        self.replaced[worker.rank].append(error)
+        if worker.incarnation:
+            self._agents.tell_to_stop(agent, 0.0)
+        new = self._workers[worker.rank] = worker.successor()
+        try:
+            self._agents.start(self._agents.connect(agent.host, [new]))
+        except (OSError, InitializationError) as reason:
+            self._fail(reason, 0.0, new)
+
+    def _fail(self, error: Exception, wait: float, *workers: WorkerHandle) -> None:
+        """Record that workers have failed by an error, whose cause may become known in so many seconds."""
+        for worker in workers:
+            worker.enter(WorkerState.FAILED)
+        self._failures.append((wait, time.monotonic() + wait, error))
+
+    def _note_stop(self) -> None:
+        assert self._stop is not None
+        self._agents.unwatch(self._stop)
+        self._is_stopped = True
+        for agent in self._agents:
+            self._hear(agent)  # its workers may have returned just now
+
+    def _wait_for_exits(self) -> None:
+        """Wait until workers that have returned have ended; log those that do not, or end with an error."""
+        seconds = self._options.exit_timeout
+        until = time.monotonic() + seconds
+        while any(worker.status is None for worker in self._workers) and time.monotonic() < until:
+            self._turn(until)
+        late = f"but did not end within `exit_timeout`, {seconds:g} s"
+        for worker in self._workers:
+            if worker.status != 0 and worker.lost is None:
+                how = late if worker.status is None else f"and then ended with status {worker.status}"
+                log.warning("%s returned its value, %s", worker, how)
+
+    # What agents and workers say.
+
+    def _hear(self, agent: AgentHandle) -> None:
+        if agent.has_ended:
+            return  # since this turn began
+        try:
+            with contextlib.suppress(OSError):  # the end is seen as such below
+                agent.stream.send()
+            received = agent.stream.receive()
+        except EOFError:
+            working = agent.state is AgentState.WORKING
+            lost = agent.machine.why_lost(LOST_SECONDS) if working else None
+            self._agent_ended(agent, "died" if lost is None else f"was lost: {lost}")
+            return
+        if received is not None:
+            agent.heard = time.monotonic()
+            for message in received:
+                self._note(agent, message)
+
+    def _note(self, agent: AgentHandle, message: Any) -> None:
+        if isinstance(message, messages.Alive):
+            agent.pid = message.pid
+        elif isinstance(message, (messages.Listening, messages.Reached)):
+            agent.answer = message
+        elif isinstance(message, messages.NotStarted):
+            reason = f"no more workers can be started on {agent.name}: {message.reason}"
+            self._fail(OSError(message.number, reason), 0.0)
+        elif isinstance(message, messages.Output):
+            worker = agent.workers[message.rank]
+            if message.into == "report":
+                for report in worker.report.feed(message.data):
+                    self._note_report(worker, report)
+            else:
+                worker.lines[message.into].feed(message.data)
+        elif isinstance(message, messages.Started):
+            worker = agent.workers[message.rank]
+            worker.enter(WorkerState.STARTED)
+            worker.pid = message.pid
+        elif isinstance(message, messages.Halted):
+            halted = None if message.signal is None else (time.monotonic(), message.signal)
+            agent.workers[message.rank].halted = halted
+        elif isinstance(message, messages.Exited):
+            worker = agent.workers[message.rank]
+            worker.note_end(message.status)
+            if not worker.is_decided:
+                error = worker.death(message.status, out_of_memory=message.out_of_memory)
+                if self._may_be_replaced(worker):
+                    self._replace(agent, worker, error)
+                else:
+                    self._lose(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
+
+    def _note_report(self, worker: WorkerHandle, report: Any) -> None:
+        if isinstance(report, messages.Running):
+            worker.enter(WorkerState.RUNNING)
+        elif isinstance(report, messages.Returned):
+            worker.give_value(report.value)
+        elif report.exit_code == 0 and not self._is_ending:  # who is told to stop may end so, too
+            worker.give_value(report.failure)
+        elif report.exit_code is not None:
+            self._fail(worker.death(report.exit_code, asked=True), EXIT_SECONDS, worker)
+        else:
+            error = unpack_failure(report.text, report.failure, str(worker))
+            self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
+
+    def _agent_ended(self, agent: AgentHandle, how: str) -> None:
+        workers = list(agent.workers.values())
+        left = [worker for worker in workers if not worker.is_decided]
+        was_working = agent.state is AgentState.WORKING
+        self._agents.drop(agent)
+        if not was_working:
+            return
+        self.lost[agent.name] = f"its agent {how}"
+        if all(worker.is_good for worker in workers):
+            log.warning("the agent on %s %s, after its workers had returned", agent.name, how)
+            return
+        if any(worker.pid for worker in workers):
+            what = f"{how}; {', '.join(map(str, left)) or 'no worker'} was ended with it"
+        else:
+            what = f"{how}, before it started a worker; what it or its forkserver said is on standard error"
+        self._lose(AgentFailedError(f"the agent on {agent.name} {what}"), 0.0, *left)
+
+    # The end.
+
+    def _end(self, grace: float) -> None:
+        """End everything, and write out the last lines."""
+        self._is_ending = True
+        try:
+            if self._stop is not None:
+                self._agents.unwatch(self._stop)
+            for agent in self._agents.end(grace):
+                self.lost[agent.name] = "its agent did not end when it was told to"
+            for worker in self._workers:
+                self._agents.attempt(worker.finish_lines)
+        finally:
+            self._agents.close()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
