@@ -132,7 +132,9 @@ def test_mypy(tmp_path: Path) -> None:
 
 def test_a_class_takes_the_arguments_of_its_own_transformation() -> None:
     for _, _, cls in CLASSES:
-        found = re.search(r"transformation=(\w+).*@arguments_of\((\w+)\)", inspect.getsource(cls), re.DOTALL)
+        found = re.search(
+            r"transformation=(\w+).*@arguments_of\((\w+), \w+\)", inspect.getsource(cls), re.DOTALL
+        )
         assert found is not None, cls
         assert found[1] == found[2]
 

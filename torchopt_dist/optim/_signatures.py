@@ -38,22 +38,20 @@ Target = TypeVar("Target")
 
 
 def arguments_of(
-    constructor: Callable[P, GradientTransformation],
+    constructor: Callable[P, GradientTransformation], base: type
 ) -> Callable[[Callable[Concatenate[Self, Target, ...], None]], Callable[Concatenate[Self, Target, P], None]]:
     """Tell type checkers and editors that an ``__init__`` takes the arguments of a constructor after its target.
 
     Args:
         constructor: the function that makes the transformation; the ``transformation=`` of the class.
+        base: the class whose ``__init__`` runs.
 
     Returns:
-        A decorator that leaves the ``__init__`` as it is. Statically the target is a positional argument.
+        A decorator of an ``__init__`` without a body. Statically the target is a positional argument.
     """
     del constructor
-
-    def unchanged(init: Any) -> Any:
-        return init
-
-    return unchanged
+    init: Any = vars(base)["__init__"]
+    return lambda _: init
 
 
 def signature(

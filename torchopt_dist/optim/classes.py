@@ -60,33 +60,29 @@ class Adadelta(Optimizer, transformation=adadelta, lr=1.0):
 
     _counts_for_torch = True
 
-    @arguments_of(adadelta)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(adadelta, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaAdadelta(MetaOptimizer, transformation=adadelta, lr=1.0, moment_requires_grad=True):
     """Adadelta that one can differentiate through."""
 
-    @arguments_of(adadelta)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(adadelta, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Adafactor(Optimizer, transformation=adafactor):
     """Adafactor in place, as ``torch.optim.Adafactor``."""
 
-    @arguments_of(adafactor)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(adafactor, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaAdafactor(MetaOptimizer, transformation=adafactor):
     """Adafactor that one can differentiate through."""
 
-    @arguments_of(adafactor)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(adafactor, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Adagrad(Optimizer, transformation=adagrad):
@@ -96,17 +92,15 @@ class Adagrad(Optimizer, transformation=adagrad):
     and changes only the rows that they have.
     """
 
-    @arguments_of(adagrad)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(adagrad, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaAdagrad(MetaOptimizer, transformation=adagrad):
     """Adagrad that one can differentiate through."""
 
-    @arguments_of(adagrad)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(adagrad, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Adam(Optimizer, transformation=adam):
@@ -114,17 +108,15 @@ class Adam(Optimizer, transformation=adam):
 
     _decouples = False
 
-    @arguments_of(adam)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(adam, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaAdam(MetaOptimizer, transformation=adam, moment_requires_grad=True):
     """Adam that one can differentiate through."""
 
-    @arguments_of(adam)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(adam, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class AdamW(Optimizer, transformation=adamw):
@@ -132,97 +124,85 @@ class AdamW(Optimizer, transformation=adamw):
 
     _decouples = True
 
-    @arguments_of(adamw)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(adamw, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaAdamW(MetaOptimizer, transformation=adamw):
     """Adam with decoupled weight decay that one can differentiate through."""
 
-    @arguments_of(adamw)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(adamw, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Adamax(Optimizer, transformation=adamax, lr=2e-3, eps=1e-8):
     """Adamax in place, as ``torch.optim.Adamax``."""
 
-    @arguments_of(adamax)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(adamax, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaAdamax(MetaOptimizer, transformation=adamax, lr=2e-3, eps=1e-8, moment_requires_grad=True):
     """Adamax that one can differentiate through."""
 
-    @arguments_of(adamax)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(adamax, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Adan(Optimizer, transformation=adan):
     """Adan in place."""
 
-    @arguments_of(adan)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(adan, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaAdan(MetaOptimizer, transformation=adan, moment_requires_grad=True):
     """Adan that one can differentiate through."""
 
-    @arguments_of(adan)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(adan, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class LAMB(Optimizer, transformation=lamb):
     """LAMB in place."""
 
-    @arguments_of(lamb)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(lamb, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaLAMB(MetaOptimizer, transformation=lamb, moment_requires_grad=True):
     """LAMB that one can differentiate through."""
 
-    @arguments_of(lamb)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(lamb, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Lion(Optimizer, transformation=lion):
     """Lion in place."""
 
-    @arguments_of(lion)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(lion, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaLion(MetaOptimizer, transformation=lion, moment_requires_grad=True):
     """Lion that one can differentiate through."""
 
-    @arguments_of(lion)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(lion, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Muon(Optimizer, transformation=muon):
     """Muon in place, as ``torch.optim.Muon``."""
 
-    @arguments_of(muon)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(muon, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaMuon(MetaOptimizer, transformation=muon, moment_requires_grad=True):
     """Muon that one can differentiate through."""
 
-    @arguments_of(muon)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(muon, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class RAdam(Optimizer, transformation=radam, eps=1e-8):
@@ -230,17 +210,15 @@ class RAdam(Optimizer, transformation=radam, eps=1e-8):
 
     _decouples = False
 
-    @arguments_of(radam)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(radam, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaRAdam(MetaOptimizer, transformation=radam, eps=1e-8, moment_requires_grad=True):
     """RAdam that one can differentiate through."""
 
-    @arguments_of(radam)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(radam, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class RMSprop(Optimizer, transformation=rmsprop):
@@ -248,25 +226,22 @@ class RMSprop(Optimizer, transformation=rmsprop):
 
     _counts_for_torch = True
 
-    @arguments_of(rmsprop)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(rmsprop, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
 
 class MetaRMSprop(MetaOptimizer, transformation=rmsprop):
     """RMSprop that one can differentiate through."""
 
-    @arguments_of(rmsprop)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(rmsprop, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
 
 
 class SGD(Optimizer, transformation=sgd):
     """Stochastic gradient descent in place, as ``torch.optim.SGD``."""
 
-    @arguments_of(sgd)
-    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    @arguments_of(sgd, Optimizer)
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         """The state and the options, as torch's: a parameter that is known to have had no gradient has no running sum.
@@ -295,6 +270,5 @@ class MetaSGD(MetaOptimizer, transformation=sgd, moment_requires_grad=True):
     ``todist.learned(module, lr=0.1, entries=True)``.
     """
 
-    @arguments_of(sgd)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
+    @arguments_of(sgd, MetaOptimizer)
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None: ...
