@@ -20,15 +20,6 @@ __all__ = [
     "leaves_behind",
     "nodes_between",
 ]
-    "Edge",
-    "depends_on_others",
-    "edge_of",
-    "edges_behind",
-    "edges_of",
-    "leaf_of",
-    "leaves_behind",
-    "nodes_between",
-]
 
 Edge = tuple[Any, int]
 """A node of the graph, and which of its results."""
