@@ -25,6 +25,8 @@ from torchopt_dist.visual import make_dot
 DOCS = Path(__file__).resolve().parent
 FOLDER, COMMITTED = DOCS / "_pictures", DOCS / "images"
 OURS, OTHERS = "#3776c8", "#b9bec6"
+LOOP = "width 128, 4 layers, 12 steps"
+"""The loop whose memory README shows."""
 
 
 # --- Graphs -------------------------------------------------------------------------------------------------
@@ -110,13 +112,16 @@ def number(cell: str) -> float:
 
 
 def costs() -> list[dict[Any, Any]]:
-    """Milliseconds of a step, the cells on the bytes sent by tasks, and peak memory, from the tables of two pages."""
+    """Milliseconds of a step, the cells on the bytes sent by tasks, and megabytes of a loop, from a page's tables."""
     step = {name: number(cells[0]) for name, cells in table("benchmarks.md", "A MAML step").items()}
     step.pop("half the tasks, one process", None)  # the bound, no way to do it
     sent = {number(n): cells for n, cells in table("benchmarks.md", "How many bytes travel").items()}
-    peaks = {
-        name: number(cells[0]) for name, cells in table("benchmarks.md", "Memory of an inner loop").items()
-    }
+    # The first cell has seconds and megabytes, and the others parts of these.
+    whole, *parts = table("benchmarks.md", "Memory of an inner loop")[LOOP]
+    megabytes = number(re.fullmatch(r".+ s, (.+ MB)", whole)[1])
+    ways = ("run again", "run again, from 4 snapshots", "run again, layer by layer")
+    peaks = {"every step recorded": megabytes}
+    peaks |= {way: megabytes * number(cell.split(", ")[1]) for way, cell in zip(ways, parts, strict=True)}
     return [step, sent, peaks]
 
 
@@ -128,11 +133,10 @@ def draw_costs(figures: list[dict[Any, Any]], path: Path) -> None:
     speed, traffic, memory = figure.subplots(1, 3, width_ratios=[1, 0.8, 1])
     for axes, rows, title in (
         (speed, step, "A MAML step on two workers, ms"),
-        (memory, peaks, "32 steps and their gradient, MB"),
+        (memory, peaks, "Memory of 12 steps, MB"),
     ):
-        names = {"torch.utils.checkpoint around each recorded step": "torch.utils.checkpoint"}
-        labels = [names.get(row, row) for row in rows]
-        ours = [row.startswith(("ours", "Replayed")) for row in rows]
+        labels = [row.replace("ours", "torchopt_dist").replace(", vectorize=True", ", in one vmap") for row in rows]
+        ours = [row.startswith(("ours", "run again")) for row in rows]
         bars = axes.barh(labels, list(rows.values()), color=[OURS if own else OTHERS for own in ours])
         axes.bar_label(bars, fmt="{:,.0f}", padding=3)
         axes.invert_yaxis()
@@ -141,7 +145,7 @@ def draw_costs(figures: list[dict[Any, Any]], path: Path) -> None:
         axes.set_title(title, fontsize=10, loc="left")
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-    for column, label, colour in ((2, "TorchOpt", OTHERS), (0, "ours", OURS)):
+    for column, label, colour in ((2, "TorchOpt", OTHERS), (0, "torchopt_dist", OURS)):
         if column >= len(next(iter(sent.values()))):
             continue  # was not installed
         traffic.plot(list(sent), [number(cells[column]) / 1e6 for cells in sent.values()], "o-", color=colour)

@@ -85,7 +85,7 @@ def test_without_grad_mode_and_in_an_optimizer_s_run() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_a_compiled_loop_tells_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "how_to_compile", lambda _constant, **_: {"backend": "eager"})
+    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": "eager"})
     told: list[int] = []
     w = torch.ones(3, requires_grad=True)
     todist.inner_loop(

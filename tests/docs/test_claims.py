@@ -76,3 +76,7 @@ def test_each_page_is_linked_from_the_readme_and_the_index() -> None:
     assert pages == {
         f"{line}.md" for line in re.findall(r"^(\w+)$", (DOCS / "index.md").read_text("utf-8"), re.M)
     }
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len((DOCS.parent / "README.md").read_text("utf-8").splitlines()) <= 120

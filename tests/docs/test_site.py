@@ -53,6 +53,10 @@ def test_costs_are_drawn_from_tables_that_are_there() -> None:
     pictures = imported("pictures")
     assert "ours" in pictures.table("benchmarks.md", "A MAML step")
     assert pictures.number("4,269,981 bytes") == 4269981
+    peaks = pictures.costs()[2]
+    recorded = peaks.pop("every step recorded")
+    assert recorded > 100  # megabytes; the cell has seconds, too
+    assert all(0 < peak < recorded for peak in peaks.values())
     with pytest.raises(ValueError, match=r"docs/benchmarks\.md has no table below '## Gone'"):
         pictures.table("benchmarks.md", "Gone")
 
