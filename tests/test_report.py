@@ -21,7 +21,7 @@ import torchopt_dist as todist
 from tests.processes import python
 from torchopt_dist import __main__ as program
 from torchopt_dist import report as page
-from torchopt_dist.launching import cluster
+from torchopt_dist.launching import _cluster as cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 SECRETS = {

@@ -89,7 +89,7 @@ from torchopt_dist.errors import (
     WorkerLostError,
 )
 from torchopt_dist.launching import Launcher, launch
-from torchopt_dist.launching import worker as launch_worker
+from torchopt_dist.launching import _worker as launch_worker
 from torchopt_dist.nn import extract_state_dict, learned, module_clone, recover_state_dict, stop_gradient
 from torchopt_dist.optim import (
     LAMB,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from torchopt_dist import bench, compat
-from torchopt_dist.launching.command import main as launch
+from torchopt_dist.launching._command import main as launch
 from torchopt_dist.report import collect, to_json, to_text
 
 __all__ = ["main"]

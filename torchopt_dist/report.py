@@ -17,8 +17,8 @@ import psutil
 import torch
 
 import torchopt_dist
-from torchopt_dist.launching.cluster import find_hosts, name_hosts
-from torchopt_dist.launching.machines import is_this_machine
+from torchopt_dist.launching._cluster import find_hosts, name_hosts
+from torchopt_dist.launching._machines import is_this_machine
 from torchopt_dist.ops import library
 from torchopt_dist.process import network
 

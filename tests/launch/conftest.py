@@ -5,7 +5,8 @@ import pytest
 from tests.launch.slurm_cluster import Cluster
 from tests.launch.sshd import Sshd
 from tests.warm_python import warm_python
-from torchopt_dist.launching import Launcher, cluster
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _cluster as cluster
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import psutil
 
 from tests.processes import ON_TWO, ROOT, start_python
 from tests.waits import say, soon, watch
-from torchopt_dist.launching import forkserver
+from torchopt_dist.launching import _forkserver as forkserver
 
 STARTED = []
 
@@ -51,7 +51,7 @@ def with_this_server(code=""):
     """The program, whose launches ask the forkserver of this process. One of its own would import torch once more."""
     forkserver.connect(os.environ).close()
     return (
-        "import os as _os; from torchopt_dist.launching import forkserver as _forkserver; _forkserver._server ="
+        "import os as _os; from torchopt_dist.launching import _forkserver; _forkserver._server ="
         f" _forkserver._Server({forkserver._server.address!r}, _forkserver.read_on_import(_os.environ))\n{code}"
     )
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 
-from torchopt_dist.launching import forkserver
+from torchopt_dist.launching import _forkserver as forkserver
 
 __all__ = ["have_forkserver"]
 

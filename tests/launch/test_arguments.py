@@ -14,7 +14,7 @@ import tyro
 from tests.launch.families import start_program
 from torchopt_dist import Liveness
 from torchopt_dist.launching import Launcher, add_launcher_args
-from torchopt_dist.launching.command import main
+from torchopt_dist.launching._command import main
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -189,7 +189,7 @@ def test_a_launch_that_cannot_be_is_told_without_a_traceback(script, capsys):
 
 def test_ctrl_c_ends_the_command(tmp_path):
     (tmp_path / "sleep.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(60)\n")
-    code = "import sys\nfrom torchopt_dist.launching.command import main\nsys.exit(main(sys.argv[1:]))\n"
+    code = "import sys\nfrom torchopt_dist.launching._command import main\nsys.exit(main(sys.argv[1:]))\n"
     job = start_program(code, "--nproc-per-host", "2", tmp_path / "sleep.py")
     assert job.first_line() == "[rank 0] up\n"
     started = time.monotonic()

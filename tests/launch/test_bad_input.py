@@ -17,7 +17,7 @@ import torch
 import torchopt_dist as todist
 from tests.functions import my_rank
 from torchopt_dist.launching import Launcher, LaunchResult, add_launcher_args, launch, on_ranks
-from torchopt_dist.launching.settings import read_env_file
+from torchopt_dist.launching._settings import read_env_file
 
 pytestmark = pytest.mark.timeout(60)
 

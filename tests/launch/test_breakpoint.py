@@ -60,7 +60,7 @@ def test_a_debugger_of_the_user_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_terminal_is_none_where_standard_input_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchopt_dist.launching.worker import terminal
+    from torchopt_dist.launching._worker import terminal
 
     monkeypatch.setattr("sys.stdin", None)
     assert terminal() is None

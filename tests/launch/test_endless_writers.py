@@ -18,9 +18,9 @@ from tests.launch.families import STARTED, assert_gone
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
-from torchopt_dist.launching.connections import carry, in_loop, log_in
+from torchopt_dist.launching._connections import carry, in_loop, log_in
+from torchopt_dist.launching._states import WorkerHandle
 from torchopt_dist.launching.logs import WorkerLogs
-from torchopt_dist.launching.states import WorkerHandle
 
 pytestmark = pytest.mark.timeout(60)
 

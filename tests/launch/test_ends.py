@@ -19,7 +19,8 @@ from tests.functions import MyError, spin
 from tests.launch.families import alive, assert_gone, family_of, start_a_family, start_program
 from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
-from torchopt_dist.launching import Launcher, agent
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _agent as agent
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -59,7 +60,7 @@ def test_what_a_worker_raises_is_raised_at_once_and_the_others_are_stopped(tmp_p
     assert error.code == 3
     assert error.worker == "rank 1 on localhost"
     assert "raise_while" in error.remote_traceback
-    assert "launching/worker.py" not in error.remote_traceback
+    assert "launching/_worker.py" not in error.remote_traceback
     *family, worker, its_agent = (int(pid) for pid in (tmp_path / "family1").read_text().split())
     assert alive([*family, worker]) == []
     assert_gone([its_agent], 1.0)

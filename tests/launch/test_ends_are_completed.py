@@ -32,7 +32,7 @@ class MyError(Exception):
 def test_an_agent_that_is_stopped_while_it_ends_its_workers_is_killed_with_all_below_it(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules["torchopt_dist.launching.hosts"], "AGENT_SECONDS", 0.5)
+    monkeypatch.setattr(sys.modules["torchopt_dist.launching._hosts"], "AGENT_SECONDS", 0.5)
 
     def work():
         signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGSTOP))

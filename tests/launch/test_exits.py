@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launching import launch, worker
+from torchopt_dist.launching import _worker as worker
+from torchopt_dist.launching import launch
 
 pytestmark = pytest.mark.timeout(60)
 

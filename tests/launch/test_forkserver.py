@@ -18,8 +18,10 @@ import torchopt_dist as todist
 from tests.launch.families import assert_gone, forkserver_of, is_forkserver
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.processes import ON_TWO, start_python
-from torchopt_dist.launching import Launcher, cluster, forkserver
-from torchopt_dist.launching.messages import Alive, Stream
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _cluster as cluster
+from torchopt_dist.launching import _forkserver as forkserver
+from torchopt_dist.launching._messages import Alive, Stream
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -90,7 +92,8 @@ def test_what_a_connection_says_is_for_its_agent_and_holds_nobody_else_up():
 
 MANY_FILES = """
 import os, resource, signal, socket
-from torchopt_dist.launching import forkserver, processes
+from torchopt_dist.launching import _forkserver as forkserver
+from torchopt_dist.launching import _processes as processes
 processes.allow_many_files()
 with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(f"{chr(0)}todist-many-{os.getpid()}")
@@ -139,8 +142,8 @@ from types import SimpleNamespace
 import psutil
 from tests.launch.families import assert_gone
 from tests.waits import wait_until
-from torchopt_dist.launching import forkserver
-from torchopt_dist.launching.messages import FrameReader
+from torchopt_dist.launching import _forkserver as forkserver
+from torchopt_dist.launching._messages import FrameReader
 (imports, begun), (may, go_on) = os.pipe(), os.pipe()
 
 def import_when_told(name):

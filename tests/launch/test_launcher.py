@@ -17,7 +17,8 @@ from tests.launch.descriptors import no_new_descriptors
 from tests.launch.families import forkserver_of, with_this_server
 from tests.processes import ON_TWO, python
 from tests.waits import soon
-from torchopt_dist.launching import Launcher, LaunchResult, forkserver, launch
+from torchopt_dist.launching import Launcher, LaunchResult, launch
+from torchopt_dist.launching import _forkserver as forkserver
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.families import with_this_server
 from tests.processes import start_python
-from torchopt_dist.launching import packing
+from torchopt_dist.launching import _packing as packing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -343,7 +343,7 @@ def test_what_a_function_or_a_class_defines_is_not_put_there(main):
     parts = cloudpickle.dumps((*there["outer"](), there["Outer"](), there["Outer"].Nested()))
     code = f"""
 import cloudpickle, sys
-from torchopt_dist.launching import packing
+from torchopt_dist.launching import _packing as packing
 parts = cloudpickle.loads({parts!r})
 packing.fill_main(parts)
 main = vars(sys.modules["__main__"])

@@ -30,7 +30,9 @@ from tests.launch.families import (
 )
 from tests.processes import ON_TWO, ROOT, start_python
 from tests.waits import say, soon, wait_until, watch
-from torchopt_dist.launching import Launcher, forkserver, processes
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _forkserver as forkserver
+from torchopt_dist.launching import _processes as processes
 from torchopt_dist.process.signals import INTERRUPT
 
 pytestmark = pytest.mark.timeout(60)

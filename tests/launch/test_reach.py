@@ -9,9 +9,10 @@ import pytest
 
 import torchopt_dist as todist
 from torchopt_dist import Liveness
-from torchopt_dist.launching import cluster, machines
-from torchopt_dist.launching.elastic import UnreachedMachine
-from torchopt_dist.launching.machines import Machine
+from torchopt_dist.launching import _cluster as cluster
+from torchopt_dist.launching import _machines as machines
+from torchopt_dist.launching._elastic import UnreachedMachine
+from torchopt_dist.launching._machines import Machine
 
 pytestmark = pytest.mark.timeout(60)
 

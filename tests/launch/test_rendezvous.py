@@ -17,10 +17,11 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.launch.descriptors import no_new_descriptors
 from tests.processes import ON_TWO, free_port
-from torchopt_dist.launching import Launcher, store
-from torchopt_dist.launching.hosts import agree
-from torchopt_dist.launching.messages import Listen, Listening, Reach, Reached
-from torchopt_dist.launching.store import LOOPBACK, Listeners, store_at
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _store as store
+from torchopt_dist.launching._hosts import agree
+from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
+from torchopt_dist.launching._store import LOOPBACK, Listeners, store_at
 
 pytestmark = pytest.mark.timeout(60)
 

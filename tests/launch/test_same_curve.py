@@ -17,7 +17,8 @@ from tests.launch.curves import TRAIN, curve, expected
 from tests.launch.slurm_cluster import NEEDS_SLURM
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import ROOT, torchrun
-from torchopt_dist.launching import Launcher, cluster
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _cluster as cluster
 
 pytestmark = pytest.mark.timeout(200)
 SUBMITIT = """

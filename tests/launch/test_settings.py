@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchopt_dist.launching import Launcher
-from torchopt_dist.launching.settings import Settings
+from torchopt_dist.launching._settings import Settings
 
 TWO = Launcher(nproc_per_host=2, log_dir=None)
 

@@ -8,8 +8,11 @@ import pytest
 
 import torchopt_dist as todist
 from tests.launch.families import assert_gone
-from torchopt_dist.launching import Launcher, cluster, connections, machines
-from torchopt_dist.launching.settings import COPIED, matching
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _cluster as cluster
+from torchopt_dist.launching import _connections as connections
+from torchopt_dist.launching import _machines as machines
+from torchopt_dist.launching._settings import COPIED, matching
 
 pytestmark = pytest.mark.timeout(120)
 SHELL = "env POD={host} TODIST_ON_POD=1"

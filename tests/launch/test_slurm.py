@@ -8,8 +8,9 @@ import pytest
 
 import torchopt_dist as todist
 from tests.launch.sshd import NEEDS_SSHD, Sshd
-from torchopt_dist.launching import Launcher, cluster
-from torchopt_dist.launching.machines import Machine
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _cluster as cluster
+from torchopt_dist.launching._machines import Machine
 from torchopt_dist.process import slurm
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.launch.families import forkserver_of
 from tests.launch.sshd import NEEDS_SSHD
-from torchopt_dist.launching import Launcher, cluster
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _cluster as cluster
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 

@@ -17,7 +17,7 @@ from tests.launch.families import alive, assert_gone, family_of, forkserver_of, 
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import start_python
 from tests.waits import say, watch
-from torchopt_dist.launching import cluster
+from torchopt_dist.launching import _cluster as cluster
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 

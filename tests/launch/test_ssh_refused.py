@@ -15,8 +15,10 @@ import pytest
 import torchopt_dist as todist
 from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import free_port
-from torchopt_dist.launching import Launcher, connections, machines
-from torchopt_dist.launching.connections import in_loop, log_in
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _connections as connections
+from torchopt_dist.launching import _machines as machines
+from torchopt_dist.launching._connections import in_loop, log_in
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import torchopt_dist as todist
+from torchopt_dist.launching._states import FOLLOWS, AgentState, HostState, WorkerHandle, WorkerState
 from torchopt_dist.launching.logs import WorkerLogs
-from torchopt_dist.launching.states import FOLLOWS, AgentState, HostState, WorkerHandle, WorkerState
 
 FIRST = {WorkerState: WorkerState.REQUESTED, AgentState: AgentState.WORKING, HostState: HostState.SPARE}
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from torchopt_dist.launching.messages import FULL, Alive, FrameReader, Output, Raised, Stop, Stream, frame
+from torchopt_dist.launching._messages import FULL, Alive, FrameReader, Output, Raised, Stop, Stream, frame
 from torchopt_dist.pickling.serialized_exception import SerializedException
 
 pytestmark = pytest.mark.timeout(60)

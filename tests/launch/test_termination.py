@@ -15,7 +15,7 @@ import pytest
 from tests.launch.families import assert_gone, start_program
 from tests.processes import ON_TWO, start_python
 from tests.waits import say, watch
-from torchopt_dist.launching import agent
+from torchopt_dist.launching import _agent as agent
 from torchopt_dist.launching.launcher import ended_in_order
 from torchopt_dist.process.signals import TERMINATED
 
@@ -189,7 +189,7 @@ def test_ctrl_c_while_a_host_is_reached(start, min_hosts):
 
 COMMAND = """
 import sys
-from torchopt_dist.launching.command import main
+from torchopt_dist.launching._command import main
 sys.exit(main(sys.argv[1:]))
 """
 

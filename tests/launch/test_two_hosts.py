@@ -35,7 +35,8 @@ from tests.launch.elastic.worlds import in_worlds, world_of
 from tests.launch.families import assert_gone, family_of, start_a_family
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.waits import say, wait_until
-from torchopt_dist.launching import Launcher, cluster
+from torchopt_dist.launching import Launcher
+from torchopt_dist.launching import _cluster as cluster
 
 pytestmark = [pytest.mark.timeout(120), NEEDS_SSHD]
 

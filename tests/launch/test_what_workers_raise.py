@@ -15,7 +15,7 @@ from tests.launch import exceptions
 from tests.launch.exceptions import MoreSlots, Mute, NoArgs, NoDict, Own, Picked, WithMeta
 from torchopt_dist.distributed.serialization.pickling import error_reply, reply_of
 from torchopt_dist.launching import launch
-from torchopt_dist.launching.packing import pack, pack_failure, unpack_failure, unpack_value
+from torchopt_dist.launching._packing import pack, pack_failure, unpack_failure, unpack_value
 from torchopt_dist.pickling.serialized_exception import SerializedException
 
 pytestmark = pytest.mark.timeout(60)

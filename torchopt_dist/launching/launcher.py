@@ -1,8 +1,8 @@
 """``Launcher(...).run(func, *args)`` → ``func(*args)`` on every worker → the values that all of them return.
 
-The way of a launch: ``launcher.py`` → ``cluster.py`` (which machines) → ``attempt.py`` (this process's side) →
-``forkserver.py`` (a process that has imported torch) → ``agent.py`` (one per host) → ``worker.py`` (one per rank) →
-back to ``attempt.py``.
+The way of a launch: ``launcher.py`` → ``_cluster.py`` (which machines) → ``_attempt.py`` (this process's side) →
+``_forkserver.py`` (a process that has imported torch) → ``_agent.py`` (one per host) → ``_worker.py`` (one per rank) →
+back to ``_attempt.py``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any, ParamSpec, TypeVar
 
 from torchopt_dist.arguments.options import close_to, hinted, not_callable
 from torchopt_dist.errors import InitializationError, RemoteError, TodistError
-from torchopt_dist.launching.cluster import connect, find_hosts
-from torchopt_dist.launching.elastic import Membership, UnreachedMachine, run_attempts
-from torchopt_dist.launching.hosts import Plan
+from torchopt_dist.launching._cluster import connect, find_hosts
+from torchopt_dist.launching._elastic import Membership, UnreachedMachine, run_attempts
+from torchopt_dist.launching._hosts import Plan
+from torchopt_dist.launching._machines import Machine, RemoteOptions
+from torchopt_dist.launching._messages import Header
+from torchopt_dist.launching._packing import pack_task
+from torchopt_dist.launching._processes import allow_many_files
+from torchopt_dist.launching._settings import Settings, import_path, matching, read_env_file
+from torchopt_dist.launching._worker import importing, in_groups, terminal
 from torchopt_dist.launching.logs import TerminalHandler, WorkerLogs, log_folder
-from torchopt_dist.launching.machines import Machine, RemoteOptions
-from torchopt_dist.launching.messages import Header
 from torchopt_dist.launching.options import LaunchOptions, args_section
-from torchopt_dist.launching.packing import pack_task
-from torchopt_dist.launching.processes import allow_many_files
 from torchopt_dist.launching.result import LaunchResult
-from torchopt_dist.launching.settings import Settings, import_path, matching, read_env_file
-from torchopt_dist.launching.worker import importing, in_groups, terminal
 from torchopt_dist.pickling.tracebacks import show_user_frames
 from torchopt_dist.process import slurm
 from torchopt_dist.process.liveness import VARIABLE, Liveness

@@ -1,7 +1,7 @@
 """The options of a launch, each described once: its default, its meaning, its check, its argument of command lines.
 
 :class:`Launcher` has these fields, its documentation and :func:`add_launcher_args` are made from them, and a running
-launch reads them. ``cluster.py`` checks what depends on the machines, such as whether there are as many GPUs as asked.
+launch reads them. ``_cluster.py`` checks what depends on the machines, such as whether there are as many GPUs as asked.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Annotated, Any, get_type_hints
 
 import torch.distributed as dist
 
-from torchopt_dist.launching.connections import check_shell
-from torchopt_dist.launching.settings import COPIED, check_variables
+from torchopt_dist.launching._connections import check_shell
+from torchopt_dist.launching._settings import COPIED, check_variables
 from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["LaunchOptions", "add_launcher_args", "args_section", "check_handler", "check_integer"]

@@ -13,7 +13,7 @@ import torchopt_dist as todist
 from tests.processes import World, start_python
 from tests.waits import say, wait_until, watch
 from torchopt_dist.distributed.life import interruption
-from torchopt_dist.launching.processes import handles
+from torchopt_dist.launching._processes import handles
 
 SECONDS = 0.3
 """In place of those that `finally` blocks have after a loss."""

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launching import elastic
+from torchopt_dist.launching import _elastic as elastic
 
 
 class Reachability:

@@ -19,10 +19,11 @@ import torchopt_dist as todist
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.waits import say, soon, wait_until, watch
-from torchopt_dist.launching import elastic, hosts
-from torchopt_dist.launching.attempt import Attempt
-from torchopt_dist.launching.machines import ThisMachine
-from torchopt_dist.launching.messages import Raised
+from torchopt_dist.launching import _elastic as elastic
+from torchopt_dist.launching import _hosts as hosts
+from torchopt_dist.launching._attempt import Attempt
+from torchopt_dist.launching._machines import ThisMachine
+from torchopt_dist.launching._messages import Raised
 
 pytestmark = pytest.mark.timeout(60)
 

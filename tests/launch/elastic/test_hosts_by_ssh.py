@@ -13,7 +13,7 @@ import torchopt_dist as todist
 from tests.launch.elastic.worlds import Aside, in_worlds, launch, world_of
 from tests.launch.sshd import NEEDS_SSHD, Sshd
 from tests.waits import say
-from torchopt_dist.launching import cluster
+from torchopt_dist.launching import _cluster as cluster
 
 pytestmark = [pytest.mark.timeout(60), NEEDS_SSHD]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching.connections import UnreachedError, check_name, in_loop
-from torchopt_dist.launching.forkserver import read_on_import
-from torchopt_dist.launching.machines import (
+from torchopt_dist.launching._connections import UnreachedError, check_name, in_loop
+from torchopt_dist.launching._forkserver import read_on_import
+from torchopt_dist.launching._machines import (
     CLOSE_SECONDS,
     Machine,
     RemoteMachine,

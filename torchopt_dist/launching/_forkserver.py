@@ -41,9 +41,9 @@ import psutil
 import setproctitle
 import torch
 
-from torchopt_dist.launching import processes
-from torchopt_dist.launching.agent import Agent
-from torchopt_dist.launching.settings import import_path
+from torchopt_dist.launching import _processes as processes
+from torchopt_dist.launching._agent import Agent
+from torchopt_dist.launching._settings import import_path
 from torchopt_dist.torch_private import interpreter_flags
 
 __all__ = ["MARK", "PROGRAM", "connect", "read_on_import", "serve", "serve_by_ssh", "versions"]
@@ -68,7 +68,7 @@ PROGRAM = (
     "start['own']=dict(os.environ);"
     "os.environ.update(start['env']);"
     "sys.path+=[p for p in start['path'] if p not in sys.path];"
-    "from torchopt_dist.launching.forkserver import serve_by_ssh;"
+    "from torchopt_dist.launching._forkserver import serve_by_ssh;"
     "serve_by_ssh(start)"
 )
 """What Python is given to run on another machine. Variables and paths come by standard input: a command line is for all
@@ -147,7 +147,7 @@ def _start(env: Mapping[str, str]) -> _Server:
         listener.listen(BACKLOG)
         program = (
             f"import sys; sys.path[:] = {import_path()!r}\n"
-            "from torchopt_dist.launching.forkserver import serve\n"
+            "from torchopt_dist.launching._forkserver import serve\n"
             f"serve({listener.fileno()}, {os.getpid()})"
         )
         process = subprocess.Popen(

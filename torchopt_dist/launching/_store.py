@@ -19,7 +19,7 @@ import psutil
 import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching.messages import Listen, Listening, Reach, Reached
+from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
 from torchopt_dist.process.network import check_loopback
 
 __all__ = ["LOOPBACK", "Listeners", "reach", "store_at"]

@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 
 from torchopt_dist.errors import AgentFailedError, PeerFailedError, WorkerFailedError, WorkerLostError
-from torchopt_dist.launching.cluster import Host
+from torchopt_dist.launching._cluster import Host
+from torchopt_dist.launching._messages import FrameReader, Stream
+from torchopt_dist.launching._packing import unpack_value
+from torchopt_dist.launching._processes import signal_name
 from torchopt_dist.launching.logs import LEVELS, LineSplitter, WorkerLogs
-from torchopt_dist.launching.messages import FrameReader, Stream
-from torchopt_dist.launching.packing import unpack_value
-from torchopt_dist.launching.processes import signal_name
 from torchopt_dist.pickling.serialized_exception import safe_repr
 
 __all__ = ["AgentHandle", "AgentState", "HostState", "WorkerHandle", "WorkerState", "may_be_an_echo"]

@@ -25,13 +25,13 @@ from torchopt_dist.errors import (
     RemoteError,
     WorkerFailedError,
 )
-from torchopt_dist.launching.attempt import Attempt, StoppedError
-from torchopt_dist.launching.cluster import Host, Reach
-from torchopt_dist.launching.hosts import LONGEST_WAIT, Plan
-from torchopt_dist.launching.machines import Machine
-from torchopt_dist.launching.messages import Stop, frame
+from torchopt_dist.launching._attempt import Attempt, StoppedError
+from torchopt_dist.launching._cluster import Host, Reach
+from torchopt_dist.launching._hosts import LONGEST_WAIT, Plan
+from torchopt_dist.launching._machines import Machine
+from torchopt_dist.launching._messages import Stop, frame
+from torchopt_dist.launching._states import HostState, Stateful, may_be_an_echo
 from torchopt_dist.launching.result import LaunchResult
-from torchopt_dist.launching.states import HostState, Stateful, may_be_an_echo
 from torchopt_dist.pickling.serialized_exception import safe_repr
 
 __all__ = ["Membership", "UnreachedMachine", "run_attempts"]
@@ -59,7 +59,7 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResu
         The values, by host, and the ranks that were lost.
 
     Raises:
-        Exception: as :meth:`~torchopt_dist.launching.attempt.Attempt.run` and :meth:`Membership.next_hosts`.
+        Exception: as :meth:`~torchopt_dist.launching._attempt.Attempt.run` and :meth:`Membership.next_hosts`.
     """
     failures, most = 0, plan.options.max_restarts
     for restarts in itertools.count():

@@ -18,9 +18,9 @@ import setproctitle
 import torch
 import torch.distributed as dist
 
-from torchopt_dist.launching.messages import Header, Raised, Returned, Running, StartWorkers, frame
-from torchopt_dist.launching.packing import pack_failure, pack_value, unpack, unpack_task
-from torchopt_dist.launching.store import LOOPBACK
+from torchopt_dist.launching._messages import Header, Raised, Returned, Running, StartWorkers, frame
+from torchopt_dist.launching._packing import pack_failure, pack_value, unpack, unpack_task
+from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.process.liveness import note_ended
 from torchopt_dist.process.network import choose_interface
 from torchopt_dist.process.signals import INTERRUPT

@@ -25,8 +25,11 @@ from typing import Any
 import setproctitle
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching import messages, processes, store, worker
-from torchopt_dist.launching.messages import Stream
+from torchopt_dist.launching import _messages as messages
+from torchopt_dist.launching import _processes as processes
+from torchopt_dist.launching import _store as store
+from torchopt_dist.launching import _worker as worker
+from torchopt_dist.launching._messages import Stream
 from torchopt_dist.process.out_of_memory import out_of_memory_kills
 from torchopt_dist.process.signals import INTERRUPT
 

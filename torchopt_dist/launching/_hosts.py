@@ -18,15 +18,15 @@ from functools import partial
 from typing import Any
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching.cluster import Host
+from torchopt_dist.launching._cluster import Host
+from torchopt_dist.launching._machines import Machine
+from torchopt_dist.launching._messages import Header, Listen, Listening, Reach, Speak, StartWorkers, Stop
+from torchopt_dist.launching._packing import pack
+from torchopt_dist.launching._processes import KILL_SECONDS, umask
+from torchopt_dist.launching._states import AgentHandle, AgentState, WorkerHandle
+from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.launching.logs import WorkerLogs
-from torchopt_dist.launching.machines import Machine
-from torchopt_dist.launching.messages import Header, Listen, Listening, Reach, Speak, StartWorkers, Stop
 from torchopt_dist.launching.options import LaunchOptions
-from torchopt_dist.launching.packing import pack
-from torchopt_dist.launching.processes import KILL_SECONDS, umask
-from torchopt_dist.launching.states import AgentHandle, AgentState, WorkerHandle
-from torchopt_dist.launching.store import LOOPBACK
 from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["LONGEST_WAIT", "Agents", "Plan", "agree"]

@@ -25,17 +25,18 @@ import psutil
 import torch
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching import forkserver, processes
-from torchopt_dist.launching.connections import (
+from torchopt_dist.launching import _forkserver as forkserver
+from torchopt_dist.launching import _processes as processes
+from torchopt_dist.launching._connections import (
     Connection,
     ShellConnection,
     carry,
     in_loop,
     log_in,
 )
-from torchopt_dist.launching.forkserver import MARK, PROGRAM, versions
-from torchopt_dist.launching.settings import import_path, matching
-from torchopt_dist.launching.store import LOOPBACK
+from torchopt_dist.launching._forkserver import MARK, PROGRAM, versions
+from torchopt_dist.launching._settings import import_path, matching
+from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.process.liveness import Liveness
 
 __all__ = [

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.backends import cudnn
 
-from torchopt_dist.launching.packing import pack, unpack
+from torchopt_dist.launching._packing import pack, unpack
 
 __all__ = ["COPIED", "Settings", "check_variables", "import_path", "matching", "read_env_file"]
 

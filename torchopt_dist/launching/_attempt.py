@@ -1,6 +1,6 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-``hosts.py`` has the streams to the agents, and ``states.py`` what is known of agents and workers. Of several errors
+``_hosts.py`` has the streams to the agents, and ``_states.py`` what is known of agents and workers. Of several errors
 the likeliest cause is raised. Agents and workers have ended when :meth:`Attempt.run` returns or raises.
 """
 
@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
-from torchopt_dist.launching import messages
-from torchopt_dist.launching.hosts import Agents, Plan, agree
-from torchopt_dist.launching.packing import unpack_failure
-from torchopt_dist.launching.states import (
+from torchopt_dist.launching import _messages as messages
+from torchopt_dist.launching._hosts import Agents, Plan, agree
+from torchopt_dist.launching._packing import unpack_failure
+from torchopt_dist.launching._states import (
     AgentHandle,
     AgentState,
     WorkerHandle,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torchopt_dist.launching.settings import Settings
+from torchopt_dist.launching._settings import Settings
 from torchopt_dist.pickling.serialized_exception import SerializedException
 
 __all__ = [
