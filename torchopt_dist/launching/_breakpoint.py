@@ -7,7 +7,6 @@ the worker's controlling terminal, the worker may read from it although it is in
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 from types import FrameType
@@ -47,6 +46,7 @@ def install(name: str | None, rank: int) -> None:
 
 
 def _debugger(name: str | None, rank: int) -> Any:
+    import fcntl  # which only Unix has
     from pdb import Pdb  # with its imports it takes longer than the start of a worker should
 
     class Debugger(Pdb):
