@@ -686,7 +686,7 @@ def test_a_model_that_was_compiled_in_place_is_copied_without_its_program(inside
 
 @pytest.mark.parametrize("made_by", ["inner_loop", "MetaSGD"])
 def test_the_answer_of_the_faq_to_who_copies_an_adapted_module_works(made_by: str) -> None:
-    net, x = nn.Linear(2, 1), torch.ones(3, 2)
+    net, x = torch.nn.Linear(2, 1), torch.ones(3, 2)
     if made_by == "inner_loop":
         adapted = todist.inner_loop(lambda net: net(x).square().mean(), todist.sgd(lr=0.1), net, 1).params
     else:
