@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable
@@ -681,3 +682,25 @@ def test_a_model_that_was_compiled_in_place_is_copied_without_its_program(inside
     for found in (step_of(todist.module_clone(model)), no_data(result)):
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(torch.autograd.grad(found, plain.weight)[0], of_plain)
+
+
+@pytest.mark.parametrize("made_by", ["inner_loop", "MetaSGD"])
+def test_the_answer_of_the_faq_to_who_copies_an_adapted_module_works(made_by: str) -> None:
+    net, x = torch.nn.Linear(2, 1), torch.ones(3, 2)
+    if made_by == "inner_loop":
+        adapted = todist.inner_loop(lambda net: net(x).square().mean(), todist.sgd(lr=0.1), net, 1).params
+    else:
+        adapted = todist.module_clone(net)
+        todist.MetaSGD(adapted, lr=0.1).step(adapted(x).square().mean())
+    average = torch.optim.swa_utils.AveragedModel
+    for copied in (copy.deepcopy, average):
+        with pytest.raises(RuntimeError, match="support the deepcopy protocol"):  # the FAQ has these words
+            copied(adapted)
+    half = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    teacher: Any = average(todist.module_clone(adapted, by="deepcopy"), multi_avg_fn=half)
+    other = todist.module_clone(adapted)
+    todist.MetaSGD(other, lr=0.1).step(other(x).square().mean())
+    teacher.update_parameters(adapted)  # the first one copies, and the next ones average
+    teacher.update_parameters(other)
+    torch.testing.assert_close(teacher.module.weight, (adapted.weight + other.weight).detach() / 2)
+    assert all(p.is_leaf for p in copy.deepcopy(teacher).parameters())

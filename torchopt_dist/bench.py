@@ -7,7 +7,6 @@ program for each question.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import re
 import statistics
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 import torchopt_dist as todist
+from torchopt_dist.process.cores import usable_cores
 
 __all__ = ["Row", "collect", "interleaved", "machine", "main", "to_text"]
 
@@ -92,7 +92,7 @@ def machine() -> str:
     found = re.search(
         r"^model name\s*: (.*)", CPU_INFO.read_text() if CPU_INFO.exists() else "", re.MULTILINE
     )
-    cores, system = len(os.sched_getaffinity(0)), platform.system()
+    cores, system = usable_cores(), platform.system()
     gpus = f", {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else ""
     return (
         f"{cores} cores of {found[1] if found else platform.machine()}{gpus}, {system}, "

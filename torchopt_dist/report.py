@@ -21,6 +21,7 @@ from torchopt_dist.launching._cluster import find_hosts, name_hosts
 from torchopt_dist.launching._machines import is_this_machine
 from torchopt_dist.ops import library
 from torchopt_dist.process import network
+from torchopt_dist.process.cores import usable_cores
 
 __all__ = ["SECTIONS", "Value", "collect", "to_json", "to_text"]
 
@@ -196,7 +197,7 @@ def _interface_variables(host: str) -> dict[str, Value]:
 def _processor() -> Value:
     return {
         "cores": os.cpu_count() or "unknown",
-        "of them for this process": len(os.sched_getaffinity(0)),
+        "of them for this process": usable_cores(),
         "threads of torch": torch.get_num_threads(),
     }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +248,22 @@ def test_a_rank_that_dies_is_an_error_within_seconds(when: str) -> None:
     ):
         todist.launch(faults.dies, (when,), nproc_per_host=2, backend="gloo")
     assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_the_others_name_the_rank_that_died(when: str, tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.SimpleQueue()
+    ranks = [
+        spawn.Process(target=faults.is_told_who_died, args=(rank, str(tmp_path / "store"), when, answers))
+        for rank in range(3)
+    ]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    told = [answers.get() for _ in range(2)]
+    assert all("elsewhere: rank 1 has given no sign of life since; " in text for text in told), told
 
 
 def test_sharded_needs_ranks_and_data_parallel_a_group() -> None:

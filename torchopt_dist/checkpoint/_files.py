@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import os
@@ -18,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -110,7 +109,7 @@ def write(folder: Path, step: int, contents: dict[str, Any], score: float | None
         hashing = _HashingFile(descriptor)
         with io.BufferedWriter(hashing) as file:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+                _lock(file, wait=True)
             torch.save(contents, file)
             file.flush()
             hashing.check()
@@ -184,12 +183,26 @@ def _remove_abandoned(folder: Path) -> None:
     prefix, suffix = _TEMPORARY
     for path in folder.glob(f"{prefix}*{suffix}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file, wait=False)
             path.unlink()
 
 
+def _lock(file: IO[bytes], *, wait: bool) -> None:
+    """Lock a file; Windows has no such lock, and lets nobody unlink a file that is open.
+
+    Raises:
+        OSError: another process has it locked, and ``wait`` is false; or there are no locks.
+    """
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
 def _sync(folder: Path) -> None:
-    """Write the names in a folder to the disk (``fsync``)."""
+    """Write the names in a folder to the disk (``fsync``), where folders can be opened: not on Windows."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -9,7 +9,6 @@ agent does not end before they have. When the launcher says so or ends, the agen
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import math
 import os
@@ -284,6 +283,8 @@ class Agent:
             writer: the worker.
             but: the descriptor of a pipe to leave out.
         """
+        import fcntl  # which only Unix has
+
         for pipe in [each for each in writer.pipes if each != but]:
             for _ in range(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) // CHUNK + 1):
                 if not self._read(pipe, writer):

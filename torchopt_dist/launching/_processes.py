@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import re
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -46,11 +45,11 @@ KILL_AGAIN_SECONDS, AT_MOST = 0.002, 0.032
 HANDLED = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 
-libc = ctypes.CDLL(None, use_errno=True)
-
 
 def allow_many_files() -> None:
     """Let this process have as many open files as the system allows: a worker takes four to six of them."""
+    import resource  # which only Unix has
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -71,7 +70,7 @@ def clear_signals() -> None:
 
 def adopt_orphans() -> None:
     """Become the parent of those descendants whose own parent ends: the kernel's "child subreaper"."""
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent(parent: int) -> None:
@@ -80,7 +79,7 @@ def end_with_parent(parent: int) -> None:
     Args:
         parent: the process that has forked this one; if it has ended already, so does this one.
     """
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -114,10 +113,10 @@ def reap(options: int = 0) -> list[tuple[int, int]]:
     return changed
 
 
-def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to a process, if it exists."""
+def kill(pid: int, number: int | None = None) -> None:
+    """Send a signal to a process, if it exists: SIGKILL, if none is given."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGKILL if number is None else number)
 
 
 def signal_name(number: int) -> str:

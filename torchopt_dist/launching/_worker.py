@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import linecache
 import os
@@ -250,6 +249,7 @@ def _install_breakpoint(name: str | None, rank: int) -> None:
 
 
 def _debugger(name: str | None, rank: int) -> Any:
+    import fcntl  # which only Unix has
     from pdb import Pdb  # with its imports it takes longer than the start of a worker should
 
     class Debugger(Pdb):

@@ -104,7 +104,10 @@ def note_ended() -> None:
 
 
 atexit.register(note_ended)
-os.register_at_fork(after_in_child=lambda: atexit.unregister(note_ended))  # a child's end is not its parent's
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        after_in_child=lambda: atexit.unregister(note_ended)
+    )  # a child's end is not its parent's
 
 
 def ended_ranks(store: dist.Store, ranks: Sequence[int]) -> list[int]:

@@ -110,21 +110,7 @@ assert [row.peer for row in bench.collect(rounds=1)] == ["torch.optim's foreach"
     on_such_a_torch(program)
 
 
-def test_what_only_linux_has_is_needed_by_launches_alone():
-    """As on macOS, of which Python says what it lacks."""
-    program = """
-@todist.auto_init_rpc()
-def main():
-    w = torch.ones(3, requires_grad=True)
-    (loss,) = todist.remote_sync_call(lambda: (4 * w).sum(), partitioner=0)
-    loss.backward()
-    return transport(), w.grad.tolist()
-
-assert main() == ("ZMQTransport", [4.0, 4.0, 4.0])
-with pytest.raises(OSError, match="launching workers needs Linux"):
-    todist.launch(main)
-"""
-    hidden = """
+MACOS = """
 import os, select, selectors, signal, socket
 for module, names in (
     (signal, ("SIGRTMIN", "SIGRTMAX", "sigtimedwait")),
@@ -136,5 +122,48 @@ for module, names in (
     for name in names:
         delattr(module, name)
 selectors.DefaultSelector = selectors.PollSelector
+"""
+WINDOWS = f"""
+import psutil, subprocess, tempfile, torch, zmq  # which have a Windows of their own
+{MACOS}
+import sys
+for module, names in (
+    (os, ("O_DIRECTORY", "fork", "forkpty", "getpgid", "getuid", "killpg", "register_at_fork", "setsid", "waitid")),
+    (signal, ("SIGCHLD", "SIGCONT", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGSTOP", "pthread_sigmask", "set_wakeup_fd")),
+):
+    for name in names:
+        delattr(module, name)
+for name in ("fcntl", "grp", "pty", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+"""
+
+
+@pytest.mark.parametrize("hidden", [MACOS, WINDOWS], ids=["macOS", "Windows"])
+def test_what_only_unix_or_linux_has_is_needed_by_launches_alone(hidden, tmp_path):
+    """Python's documentation says what they lack."""
+    program = f"""
+import pkgutil
+import importlib
+for module in pkgutil.walk_packages(todist.__path__, "torchopt_dist."):
+    if module.name.removeprefix("torchopt_dist.") not in ("_C", "__main__", "distributed.transport.rpc"):
+        importlib.import_module(module.name)
+
+@todist.auto_init_rpc()
+def main():
+    w = torch.ones(3, requires_grad=True)
+    (loss,) = todist.remote_sync_call(lambda: (4 * w).sum(), partitioner=0)
+    loss.backward()
+    return transport(), w.grad.tolist()
+
+assert main() == ("ZMQTransport", [4.0, 4.0, 4.0])
+with pytest.raises(OSError, match="launching workers needs Linux"):
+    todist.launch(main)
+
+from torchopt_dist import bench, report
+assert str(report.collect()["processor"]["of them for this process"]) in bench.machine()
+net = torch.nn.Linear(1, 1)
+for _ in range(2):  # the second one looks for what the first has left
+    todist.Checkpointer({str(tmp_path)!r}).save(0, {{"net": net}})
+assert todist.Checkpointer({str(tmp_path)!r}).restore({{"net": net}}).step == 0
 """
     on_such_a_torch(program, hidden)

@@ -163,6 +163,8 @@ class RankGroup:
                     f"{named(missing)} not come to it for {group.limit}, the time-out of the process group"
                 ]
                 signs.note_error(f"CollectiveError: {texts[0]}")
+            elif not known and signs.lost is None and (silent := signs.silent()):
+                texts = signs.errors() or [f"{named(silent)} given no sign of life since", *texts]
             self._close(None, group, signs)
         return CollectiveError(
             f"a message among the {self.size} ranks that run one loop failed on rank {self.rank}, since another rank "

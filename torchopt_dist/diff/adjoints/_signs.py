@@ -76,6 +76,19 @@ class Signs:
                     found.append(f"rank {rank} raised {text}")
         return found
 
+    def silent(self) -> list[int]:
+        """The ranks that give no more signs, and have not said that they leave, as this one does now."""
+        with contextlib.suppress(Exception):  # the store has gone with the first rank
+            self._store.set(f"left/{self._rank}", "")
+            before = [self._sign_of(rank) for rank in self._others]
+            time.sleep(2 * self.interval)
+            return [
+                rank
+                for rank, sign in zip(self._others, before, strict=True)
+                if self._sign_of(rank) == sign and not self._store.check([f"left/{rank}"])
+            ]
+        return []
+
     @contextmanager
     def coming(self) -> Iterator[None]:
         """A context in which this rank waits for the others where a loop, or its backward pass, begins."""
@@ -152,8 +165,12 @@ class Signs:
         return [rank for rank in self._others if self._messages_of(rank) < self.messages]
 
     def _messages_of(self, rank: int) -> int:
+        sign = self._sign_of(rank)
+        return int(sign.split()[1]) if sign else -1
+
+    def _sign_of(self, rank: int) -> bytes:
         name = f"sign/{rank}"
-        return int(self._store.get(name).split()[1]) if self._store.check([name]) else -1
+        return bytes(self._store.get(name)) if self._store.check([name]) else b""
 
     def _give(self) -> None:
         """Give a sign of life: how often this rank has looked, and how many messages it has sent."""
@@ -170,8 +187,7 @@ class Signs:
                     self.lost = "; ".join(self.errors())
                     on_loss()
                 for rank in self._others:
-                    name = f"sign/{rank}"
-                    sign = self._store.get(name) if self._store.check([name]) else b""
+                    sign = self._sign_of(rank)
                     silent[rank] = silent[rank] + 1 if sign == last.get(rank, b"") else 0
                     last[rank] = sign
                     if silent[rank] >= self.patience and self.lost is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 
 from torchopt_dist.errors import InitializationError
 
@@ -35,6 +34,8 @@ def too_many_files(error: BaseException) -> InitializationError | None:
 
 
 def _error(what: str) -> InitializationError:
+    import resource  # which only Unix has, and only there a limit is met
+
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return InitializationError(
         f"too many open files: this worker {what}, where the limit of open files (`ulimit -n`) is {limit}: raise it"

@@ -136,7 +136,9 @@ def _read(path: Path) -> bytes:
     """The secret that rank 0 has written there; a process of another user cannot have made such a file."""
     try:
         folder = path.parent.lstat()
-        closed = folder.st_uid == os.getuid() and not stat.S_IMODE(folder.st_mode) & 0o077
+        # On Windows a folder has neither, and that of temporary files is the user's own.
+        own = not hasattr(os, "getuid") or folder.st_uid == os.getuid()
+        closed = own and not (hasattr(os, "getuid") and stat.S_IMODE(folder.st_mode) & 0o077)
         if not (closed and path.parent.name.startswith(FOLDER) and path.name == FILE):
             raise PermissionError("its folder is not this user's alone")
         return path.read_bytes()

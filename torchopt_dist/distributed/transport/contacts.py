@@ -148,7 +148,7 @@ class Endpoint:
 
     def _listen_at_path(self) -> Contact:
         self._machine = f"{socket.gethostname()} {self._public.decode()}"
-        if os.environ.get(IPC_VARIABLE, "1") != "0" and zmq.has("ipc"):
+        if os.environ.get(IPC_VARIABLE, "1") != "0" and zmq.has("ipc") and hasattr(os, "getuid"):
             self._folder = tempfile.mkdtemp(prefix="todist-")  # only this user can enter it
             path = f"{self._folder}/{self.rank}"
             if len(os.fsencode(path)) <= LONGEST_PATH:

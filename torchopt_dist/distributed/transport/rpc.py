@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 import warnings
 from typing import Any, TypeAlias
@@ -24,6 +23,7 @@ from torchopt_dist.distributed.transport import shutdown
 from torchopt_dist.distributed.transport.base import Host, Transport
 from torchopt_dist.distributed.transport.pending import disconnected
 from torchopt_dist.errors import CallTimeoutError, NotInitializedError
+from torchopt_dist.process.cores import usable_cores
 from torchopt_dist.process.future import Future
 from torchopt_dist.process.network import check_loopback
 from torchopt_dist.torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
@@ -198,11 +198,6 @@ def rpc_is_initialized() -> bool:
 
 def default_options(local_world_size: int) -> rpc.TensorPipeRpcBackendOptions:
     """TensorPipe's options for so many workers on this machine."""
-    if 1 < local_world_size <= min(MAX_SHARED_MEMORY_WORKERS, _cores() // 2):
+    if 1 < local_world_size <= min(MAX_SHARED_MEMORY_WORKERS, usable_cores() // 2):
         return rpc.TensorPipeRpcBackendOptions()
     return tensorpipe_options_with_sockets()
-
-
-def _cores() -> int:
-    """The number of cores this process may use, or, where the system does not say, of those that there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
