@@ -400,6 +400,7 @@ NUMBERS: dict[str, Callable[[int], Any]] = {
     "an index": lambda k: (lambda w: w[k % 2] ** 2 + w.sum(), todist.sgd(lr=0.01)),
 }
 
+
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_that_changes_is_an_input_of_the_second_program(name: str) -> None:
     w = torch.ones(2, requires_grad=True)

@@ -14,7 +14,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -86,7 +86,9 @@ class Drawn:
         self.weights = torch.rand(4, dtype=D, requires_grad=True)
         self.rows, self.rate, self.least, self.kind = 2, 0.05, 2, 0
         self.hooks: list[Any] = []
-        self.own = SimpleNamespace(number=1.5, whole=2, of=functools.partial(powered, by=0.5), entries=[1.5, 2])
+        self.own = SimpleNamespace(
+            number=1.5, whole=2, of=functools.partial(powered, by=0.5), entries=[1.5, 2]
+        )
         named = sorted(self.TERMS)
         self.terms = self.draw.sample(named, 4)
         self.changes = [
@@ -132,11 +134,13 @@ class Drawn:
         return lambda value, _: of(value)
 
     def partial_changed(self) -> None:
-        self.own.of = functools.partial(self.draw.choice([powered, torch.add]), **self.draw.choice([{}, {}]))
-        if self.own.of.func is torch.add:
-            self.own.of = functools.partial(torch.add, self.number())
-        else:
-            self.own.of = functools.partial(powered, by=self.number(), more=self.number())
+        self.own.of = self.draw.choice(
+            [
+                functools.partial(torch.add, other=self.number()),
+                functools.partial(powered, by=self.number(), more=self.number()),
+                functools.partial(powered, by=self.number()),
+            ]
+        )
 
     def by_entries(self) -> Term:
         entries = self.own.entries
@@ -152,7 +156,7 @@ class Drawn:
         return lambda value, _: TABLE["by"] * value + TABLE["all"][-1]
 
     def table_changed(self) -> None:
-        TABLE[self.draw.choice(["by"])] = self.number()
+        TABLE["by"] = self.number()
         TABLE["all"] = [self.number() for _ in range(self.draw.randint(1, 2))]
 
     def by_tensor(self) -> Term:
@@ -172,7 +176,7 @@ class Drawn:
         whole = self.own.whole
         return lambda value, _: sum((value * k for k in range(whole % 3)), value if whole > 4 else -value)
 
-    TERMS: dict[str, Any] = {
+    TERMS: ClassVar[dict[str, Any]] = {
         "closure": (closure, closure_changed),
         "default": (by_default, closure_changed),
         "partial": (by_partial, partial_changed),
@@ -208,7 +212,7 @@ class Drawn:
     def kind_changed(self) -> None:
         self.kind = self.draw.randrange(4)
 
-    OTHERS: dict[str, Any] = {
+    OTHERS: ClassVar[dict[str, Any]] = {
         "hook": hook_changed,
         "module": module_changed,
         "shape": shape_changed,
@@ -219,7 +223,10 @@ class Drawn:
 
     def optimizer(self) -> Any:
         least, rate = self.least, self.rate
-        mask = lambda tree: todist.pytree.map_tensors(lambda p: p.ndim >= least, tree)  # noqa: E731
+
+        def mask(tree: Any) -> Any:
+            return todist.pytree.map_tensors(lambda p: p.ndim >= least, tree)
+
         decay = todist.transform.add_decayed_weights(0.1, mask)
         return [
             todist.sgd(lr=rate, momentum=rate),

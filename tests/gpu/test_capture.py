@@ -72,7 +72,7 @@ def test_compiled_steps_have_nothing_that_a_capture_forbids(optimizer: str, grap
 def test_what_is_forbidden_is_found(graphs: list[list[str]]) -> None:
     compiled = torch.compile(
         lambda x: x[x > 0].sum() + x.to("meta").sum().new_zeros((), device=x.device),
-        **programs.how_to_compile(()),
+        **programs.how_to_compile(),
     )
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled(torch.ones(3))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
 from tests.gpu.device import DEVICE, GPU, assert_near, needs_gpu, on_device
+from torchopt_dist.core import programs
 
 pytestmark = [
     pytest.mark.compiles,

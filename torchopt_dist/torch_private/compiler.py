@@ -36,7 +36,7 @@ def tracing_gradients(limit: int = 8, inputs: Iterable[str] = ()) -> Iterator[No
         ("torch.compiler.config", "dynamic_sources", ",".join(inputs)),
     )
     for module, name, value in (*_SETTINGS, *own):
-        config = import_module(module)  # it takes a second, and only programs that compile need it
+        config = _imported(module)  # it takes a second, and only programs that compile need it
         if hasattr(config, name):  # not by `config.patch`, which makes a class at each call
             before.append((config, name, getattr(config, name)))
             setattr(config, name, value)
@@ -100,6 +100,7 @@ class _Histories:
         return set() if _ours.get() else self._torchs(tensor)
 
 
+_imported = cache(import_module)
 _ours: ContextVar[bool] = ContextVar("ours", default=False)
 _SETTINGS = (
     ("torch._dynamo.config", "trace_autograd_ops", True),
