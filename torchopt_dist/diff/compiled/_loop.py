@@ -225,7 +225,8 @@ class CompiledLoop(Loop):
             def run(variant: Variant, own: Any, _first: Any, _declared: Any, *batch: Any) -> Any:
                 call, optimizer = own
                 parts = self.parts._replace(call=call, optimizer=optimizer)
-                given = optree.tree_map(_with_inputs, batch, none_is_leaf=True)
+                tree: Any = batch
+                given: Any = optree.tree_map(_with_inputs, tree, none_is_leaf=True)
                 return variant.program(function)(parts, *arguments(given))
 
             return programs.run([("its batch", one) for one in batch], run, otherwise, base=base)
@@ -246,6 +247,7 @@ class CompiledLoop(Loop):
                 programs.tell(str(reason))
                 raise
             object.__setattr__(self, "known", (programs, base))
+            return programs, base
         return self.known
 
 
