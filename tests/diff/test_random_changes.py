@@ -1,4 +1,4 @@
-"""Random losses that change between calls: a compiled loop, and a compiled task, agree with plain ones after each change.
+"""Random losses that change between calls: compiled loops and tasks agree with plain ones after each change.
 
 A loss draws what it reads: numbers, helpers, tensors, indices, in closures, globals, defaults and objects; its module
 has hooks, modes and attributes; its optimizer a mask, numbers and schedules. Between two calls one of these becomes

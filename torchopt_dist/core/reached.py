@@ -260,8 +260,9 @@ def map_parts(thing: Any, function: Callable[[Any], Any]) -> Any:
         make: Any = getattr(thing, "_make", type(thing))
         return make(map(function, thing))
     if isinstance(thing, functools.partial):
-        made, count = list(map(function, parts_of(thing))), 1 + len(thing.args)
-        return functools.partial(*made[:count], **dict(zip(thing.keywords, made[count:], strict=True)))
+        first, *rest = map(function, parts_of(thing))
+        count = len(thing.args)
+        return functools.partial(first, *rest[:count], **dict(zip(thing.keywords, rest[count:], strict=True)))
     return replace(thing, **{field.name: function(getattr(thing, field.name)) for field in fields(thing)})
 
 
