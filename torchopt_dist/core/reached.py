@@ -260,10 +260,9 @@ def map_parts(thing: Any, function: Callable[[Any], Any]) -> Any:
         make: Any = getattr(thing, "_make", type(thing))
         return make(map(function, thing))
     if isinstance(thing, functools.partial):
-        parts, count = list(map(function, parts_of(thing))), 1 + len(thing.args)
-        return functools.partial(
-            parts[0], *parts[1:count], **dict(zip(thing.keywords, parts[count:], strict=True))
-        )
+        first, *rest = map(function, parts_of(thing))
+        count = len(thing.args)
+        return functools.partial(first, *rest[:count], **dict(zip(thing.keywords, rest[count:], strict=True)))
     return replace(thing, **{field.name: function(getattr(thing, field.name)) for field in fields(thing)})
 
 

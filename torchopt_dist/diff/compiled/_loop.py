@@ -225,15 +225,15 @@ class CompiledLoop(Loop):
             def run(variant: Variant, own: Any, _first: Any, _declared: Any, *batch: Any) -> Any:
                 call, optimizer = own
                 parts = self.parts._replace(call=call, optimizer=optimizer)
-                tree: Any = batch
-                given: Any = optree.tree_map(_with_inputs, tree, none_is_leaf=True)
+                given: Any = batch
+                given = optree.tree_map(_with_inputs, given, none_is_leaf=True)
                 return variant.program(function)(parts, *arguments(given))
 
             return programs.run([("its batch", one) for one in batch], run, otherwise, base=base)
 
     def _known(self) -> tuple[Programs, Meaning]:
-        if self.known is None:
-            parts = self.parts
+        known, parts = self.known, self.parts
+        if known is None:
             programs = programs_of((code_of(self.loss), code_of(parts.optimizer)), "an inner loop", self.mode)
             first = self.cut(self.first)
             things = (
@@ -242,13 +242,12 @@ class CompiledLoop(Loop):
                 ("a meta tensor", self.declared),
             )
             try:
-                base = programs.meaning(things, parts.kind)
+                known = programs, programs.meaning(things, parts.kind)
             except RefusedError as reason:
                 programs.tell(str(reason))
                 raise
-            object.__setattr__(self, "known", (programs, base))
-            return programs, base
-        return self.known
+            object.__setattr__(self, "known", known)
+        return known
 
 
 def compiled(loop: Loop, mode: CompileMode) -> Loop:
