@@ -135,7 +135,9 @@ def draw_costs(figures: list[dict[Any, Any]], path: Path) -> None:
         (speed, step, "A MAML step on two workers, ms"),
         (memory, peaks, "Memory of 12 steps, MB"),
     ):
-        labels = [row.replace("ours", "torchopt_dist").replace(", vectorize=True", ", in one vmap") for row in rows]
+        labels = [
+            row.replace("ours", "torchopt_dist").replace(", vectorize=True", ", in one vmap") for row in rows
+        ]
         ours = [row.startswith(("ours", "run again")) for row in rows]
         bars = axes.barh(labels, list(rows.values()), color=[OURS if own else OTHERS for own in ours])
         axes.bar_label(bars, fmt="{:,.0f}", padding=3)
