@@ -121,12 +121,6 @@ MUTATIONS = {
         "bisect_right(boundaries, count - 1)",
         "schedule",
     ),
-    "a schedule's value for a rate that is a tensor": M(
-        "schedule/lr_scheduler.py",
-        "return value if isinstance(lr, Tensor) else float(value)",
-        "return float(value)",
-        "schedule optim/test_learning_rate.py",
-    ),
     "the last steps of a loop that stops": M(
         "diff/adjoints/truncated.py",
         "start = max(0, count - self.steps)",
