@@ -259,7 +259,7 @@ def test_batches_of_every_kind_are_split(name: str) -> None:
 
 
 @pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
-def test_inside_of_transforms_and_other_loops(adjoint: Any) -> None:
+def test_inside_of_transforms(adjoint: Any) -> None:
     model, weights, batches = example()
     tree = dict(model.named_parameters())
 
@@ -292,16 +292,23 @@ def test_inside_of_transforms_and_other_loops(adjoint: Any) -> None:
         )
         whole = torch.func.jvp(lambda w: of(w, xs[0], None), (weights.detach(),), (torch.ones_like(weights),))
         close([*derivative], [*whole])
+
+
+@pytest.mark.parametrize("within", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
+@pytest.mark.parametrize("around", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
+def test_inside_of_another_loop(within: Any, around: Any) -> None:
+    model, weights, batches = example()
     rate = torch.tensor(0.1, **DOUBLE, requires_grad=True)
 
     def inner(rate: Tensor, count: int | None) -> Tensor:
+        loss = weighted(weights)
         made = todist.inner_loop(
-            weighted(weights),
-            todist.sgd(lr=rate),
+            lambda model, batch: (1 + rate) * loss(model, batch),
+            todist.sgd(lr=0.1),
             model,
             batches,
-            meta=weights,
-            adjoint=todist.Replayed(),
+            meta=(weights, rate),
+            adjoint=within,
             accumulate=count,
         )
         return outer(made.params)
@@ -313,7 +320,7 @@ def test_inside_of_transforms_and_other_loops(adjoint: Any) -> None:
             rate,
             2,
             meta=(weights, model),
-            adjoint=adjoint,
+            adjoint=around,
         ).params
         for count in (2, None)
     ]

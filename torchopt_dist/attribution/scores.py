@@ -33,7 +33,7 @@ def attribute(
     method: Method = "exact",
     adjoint: Adjoint | None = None,
     tokens: bool = False,
-    together: int = 16,
+    together: int = 8,
     checkpoints: int = 5,
     query_names: Sequence[str] | None = None,
 ) -> Attribution:
@@ -56,7 +56,8 @@ def attribute(
             and have another unit: compare their orders only, by :func:`validate`.
         adjoint: how the exact derivative is taken; ``todist.Replayed()``, if not given.
         tokens: whether there is a score for each token of each example, where the training has a ``mask`` of these.
-        together: for how many queries one way back is made; more are faster and need more memory.
+        together: for how many queries one way back is made; more share the steps that are run again, and need
+            more memory.
         checkpoints: how many models ``"checkpoints"`` takes, at even distances, the trained one among them.
         query_names: a name for each query; their numbers, if not given.
 

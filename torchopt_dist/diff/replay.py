@@ -323,7 +323,7 @@ class _Replay:
             )
 
     def _choose_unit(self, loss: Tensor) -> None:
-        if self.loop.is_compiled or self.loop.ranks is not None or self.loop.blocks or self.loop.accumulation:
+        if self.loop.is_compiled or self.loop.ranks is not None or self.loop.blocks:
             return
         graph = sum(map(bytes_of_results, nodes_between([loss], [])))
         own = bytes_of(self.tensors(self.loop.first))

@@ -371,8 +371,7 @@ class _Node:
         part = self._part
         declared = list(part.declared if part.others is None else part.others)
         if part.others is None and part.is_inside_another:
-            # Views are of what a loop around this one has put in the places of these.
-            declared = [tensor.view_as(tensor) for tensor in declared]
+            # The node takes what a loop around this one has put in the places of these; here they are exchanged.
             part = replace(part, others=tuple(map(leaf_like, declared)))
         moved = [self._given[place] for place in self._moved]
         buffers = [self._module_buffers[place] for place in self._with_history]
