@@ -28,6 +28,7 @@ _A_ROUND = 4
 """So many trainings a worker makes between two writes of the file that goes on."""
 
 
+@hinted
 @dataclass(frozen=True)
 class Validation:
     """How well scores predict trainings; what :func:`~torchopt_dist.attribution.validate` returns."""
