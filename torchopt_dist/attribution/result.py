@@ -23,7 +23,7 @@ __all__ = ["Attribution"]
 @hinted
 @dataclass(frozen=True)
 class Attribution:
-    """The scores of training examples for queries; what :func:`~torchopt_dist.attribution.attribute` returns."""
+    """The scores of training examples for queries; what :func:`~torchopt_dist.attribute` returns."""
 
     scores: Tensor
     """Of shape (queries, examples), (queries, groups) or (queries, examples, tokens): how the query's loss grows with

@@ -74,7 +74,7 @@ def validate(
     integer ``left_out`` it is leave-``k``-out. Trainings are spread over the workers, where they run.
 
     Args:
-        training: as for :func:`attribute`.
+        training: as for :func:`~torchopt_dist.attribute`.
         queries: likewise.
         scores: an attribution, a tensor of scores, or several by the names of methods.
         left_out: which part of the examples, or of the groups, each training leaves out; or how many.
@@ -126,7 +126,7 @@ def counterfactual(
     """Train again without the ``k`` examples that help a query most, for each query.
 
     Args:
-        training: as for :func:`attribute`.
+        training: as for :func:`~torchopt_dist.attribute`.
         queries: likewise.
         scores: as for :func:`validate`.
         k: how many examples are left out.
