@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torchopt_dist.arguments.options import hinted
 from torchopt_dist.attribution import _safetensors
 
 if TYPE_CHECKING:
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["Attribution"]
 
 
+@hinted
 @dataclass(frozen=True)
 class Attribution:
-    """The scores of training examples for queries; what :func:`~torchopt_dist.attribution.attribute` returns."""
+    """The scores of training examples for queries; what :func:`~torchopt_dist.attribute` returns."""
 
     scores: Tensor
     """Of shape (queries, examples), (queries, groups) or (queries, examples, tokens): how the query's loss grows with

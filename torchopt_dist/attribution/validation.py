@@ -28,6 +28,7 @@ _A_ROUND = 4
 """So many trainings a worker makes between two writes of the file that goes on."""
 
 
+@hinted
 @dataclass(frozen=True)
 class Validation:
     """How well scores predict trainings; what :func:`~torchopt_dist.attribution.validate` returns."""
@@ -73,7 +74,7 @@ def validate(
     integer ``left_out`` it is leave-``k``-out. Trainings are spread over the workers, where they run.
 
     Args:
-        training: as for :func:`attribute`.
+        training: as for :func:`~torchopt_dist.attribute`.
         queries: likewise.
         scores: an attribution, a tensor of scores, or several by the names of methods.
         left_out: which part of the examples, or of the groups, each training leaves out; or how many.
@@ -125,7 +126,7 @@ def counterfactual(
     """Train again without the ``k`` examples that help a query most, for each query.
 
     Args:
-        training: as for :func:`attribute`.
+        training: as for :func:`~torchopt_dist.attribute`.
         queries: likewise.
         scores: as for :func:`validate`.
         k: how many examples are left out.
