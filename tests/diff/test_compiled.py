@@ -405,6 +405,24 @@ def test_a_name_that_is_bound_anew_before_the_backward_pass(name: str) -> None:
     torch.testing.assert_close(gradient(True), gradient(False))
 
 
+def test_a_name_of_a_schedule_that_is_bound_anew_before_the_backward_pass() -> None:
+    def gradient(compile: bool) -> Tensor:
+        w = torch.tensor([1.0, 2.0], requires_grad=True)
+        rate = 0.1
+        made = todist.inner_loop(
+            lambda w: (w**4).sum(),
+            todist.sgd(lr=lambda step: rate * 0.9**step),
+            w,
+            2,
+            adjoint=todist.Replayed(),
+            compile=compile,
+        )
+        rate = 0.01
+        return torch.autograd.grad(made.params.sum(), w)[0]
+
+    torch.testing.assert_close(gradient(True), gradient(False))
+
+
 def test_the_same_tensor_twice_and_then_two() -> None:
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     a, b = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])

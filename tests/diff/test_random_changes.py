@@ -286,6 +286,7 @@ class Drawn:
 
 
 def agree(seed: int, of: str) -> None:
+    programs.programs_of.cache_clear()  # all losses have the same code
     drawn, seen = Drawn(seed), ["first"]
     drawn.adjoint = drawn.draw.choice([todist.Recorded(), todist.Replayed()])
     for change in [None, *drawn.changes]:

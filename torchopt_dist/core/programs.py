@@ -128,7 +128,7 @@ class Programs:
 
     def _one_too_many(self, record: Record, other: Record) -> str:
         where = record.differs_at(other)
-        return f"{where} differs from that in each of its {LIMIT} programs: make it a tensor of one shape"
+        return f"{where} differs from that in each of its {LIMIT} programs: make what changes a tensor"
 
 
 class Variant:
