@@ -176,8 +176,14 @@ def add_synonyms(app: Sphinx, page: str, text: list[str]) -> None:
 
 
 def caption_included_blocks(app: Sphinx, path: Any, page: str, text: list[str]) -> None:
-    """The same for the parts of README.md that the first page includes."""
+    """The same for the parts of README.md that the first page includes; files without a page are no links there."""
     caption_blocks(app, page, text)
+
+    def on_the_site(match: re.Match[str]) -> str:
+        name = match[2].removesuffix(".md").lower()
+        return f"[{match[1]}](docs/_site/{name}.md)" if match[2].endswith(".md") else match[1]
+
+    text[0] = re.sub(r"\[([^]]+)\]\(((?:examples/)?[\w.]+)\)", on_the_site, text[0])
 
 
 def setup(app: Sphinx) -> None:
