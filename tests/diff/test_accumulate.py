@@ -72,13 +72,16 @@ def close(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+KINDS = [
+    (name, kind) for name in ROWS for kind in ("module", "tree") if kind == "module" or "blocks" not in name
+]
+"""A tree has no blocks."""
+
+
 @pytest.mark.filterwarnings("ignore:`Implicit:UserWarning", "ignore:todist.Replayed:UserWarning")
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("kind", ["module", "tree"])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_micro_batches_are_the_whole_batch(name: str, kind: str, count: int) -> None:
-    if "blocks" in name and kind == "tree":
-        pytest.skip("a tree has no blocks")
     problem = Numbered(kind, "clipped adam")
     adjoint = todist.Replayed(blocks=problem.net) if "blocks" in name else ROWS[name]
     twice = name not in ONCE
