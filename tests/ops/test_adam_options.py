@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.cases import DTYPES, assert_near, kernels, needs_kernels, threads, wide
+from torchopt_dist.ops._adam import adam
 
 pytestmark = needs_kernels
 
@@ -92,6 +93,29 @@ def expected_backward(
         pairs = [(x, outer[name][i].double()) for x, name in zip(results, FLOWS, strict=True) if outer[name]]
         found.append(torch.autograd.grad([x for x, _ in pairs], leaves, [dx for _, dx in pairs]))
     return [list(column) for column in zip(*found, strict=True)]
+
+
+@decays
+@options
+def test_the_formula_is_the_textbooks(maximize, weight_decay):
+    lists, given = arguments(), numbers(1.0, weight_decay, maximize)
+    options = {"b1": B1, "b2": B2, "eps": EPS, "eps_root": EPS_ROOT, "lr": -FACTOR}
+    grads, exp_avgs, exp_avg_sqs, params = lists.values()
+    made = [step - 1 for step in STEPS]
+    got = adam(
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        made,
+        params,
+        **options,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        fused=False,
+    )
+    rows = zip(*lists.values(), STEPS, strict=True)
+    expected = [list(column) for column in zip(*(textbook(*row, *given) for row in rows), strict=True)]
+    assert_near([list(column) for column in got[:3]], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
