@@ -99,7 +99,7 @@ def expected_backward(
 @options
 def test_the_formula_is_the_textbooks(maximize, weight_decay):
     lists, given = arguments(), numbers(1.0, weight_decay, maximize)
-    options = {"b1": B1, "b2": B2, "eps": EPS, "eps_root": EPS_ROOT, "lr": -FACTOR}
+    options: dict[str, Any] = {"b1": B1, "b2": B2, "eps": EPS, "eps_root": EPS_ROOT, "lr": -FACTOR}
     grads, exp_avgs, exp_avg_sqs, params = lists.values()
     made = [step - 1 for step in STEPS]
     got = adam(
