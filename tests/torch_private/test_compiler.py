@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -120,3 +122,25 @@ def test_one_program_too_many_is_told_from_a_refusal(
     assert private.is_one_program_too_many(raised.value)
     assert not private.is_one_program_too_many(ValueError())
     assert not caplog.records
+
+
+def test_a_whole_number_is_an_input_unless_the_name_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def kept(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def row(x: Tensor, number: int) -> Tensor:
+        return x[number]
+
+    def rows() -> list[float]:
+        compiled = torch.compile(row, backend=kept, fullgraph=True)
+        return [compiled(torch.arange(4.0), private.as_input(number)).item() for number in (2, 3)]
+
+    assert rows() == [2.0, 3.0]
+    assert len(graphs) == 1
+    monkeypatch.delattr("torch.fx.experimental.sym_node.DynamicInt")
+    torch.compiler.reset()
+    assert rows() == [2.0, 3.0]
+    assert len(graphs) > 2

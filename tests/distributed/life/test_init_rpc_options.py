@@ -143,7 +143,7 @@ def test_a_missing_address_is_told(variable):
 )
 def test_the_transport_is_one_that_can_so_many_workers(monkeypatch, workers, cores, transports):
     # Torch's options do not show what they were made with.
-    monkeypatch.setattr("torchopt_dist.distributed.transport.rpc._cores", lambda: cores)
+    monkeypatch.setattr("torchopt_dist.distributed.transport.rpc.usable_cores", lambda: cores)
     monkeypatch.setattr(rpc, "TensorPipeRpcBackendOptions", lambda _transports=None: _transports)
     assert default_options(workers) == transports
 
