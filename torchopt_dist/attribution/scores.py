@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.attribution.result import Attribution
 from torchopt_dist.attribution.training import Queries, Training, losses_of
@@ -99,10 +100,7 @@ def attribute(
             f"`adjoint` must be an adjoint, such as todist.Replayed(), got {type(adjoint).__name__}"
         )
     for name, number in (("together", together), ("checkpoints", checkpoints)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"`{name}` must be an integer, got {type(number).__name__}")
-        if number < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {number}")
+        integer(name, number, 1)
     with torch.no_grad():
         count = len(losses_of(queries, copy.deepcopy(training.model)))
     if query_names is not None and len(query_names) != count:

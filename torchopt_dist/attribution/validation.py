@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.attribution import _safetensors
 from torchopt_dist.attribution.result import Attribution
@@ -106,9 +107,7 @@ def validate(
             f"`left_out` must leave out at least 1 of the {units} examples and not all, got {left_out!r}, which is "
             f"{number}"
         )
-    if isinstance(retrains, bool) or not isinstance(retrains, int):
-        raise TypeError(f"`retrains` must be an integer, got {type(retrains).__name__}")
-    if retrains < 2:
+    if integer("retrains", retrains) < 2:
         raise ValueError(f"`retrains` must be at least 2, got {retrains}: one training has no order")
     generator = torch.Generator().manual_seed(seed)
     subsets = torch.stack(
@@ -142,9 +141,7 @@ def counterfactual(
     """
     tables = _tables(training, scores)
     units, count = training.units, len(next(iter(tables.values())))
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"`k` must be an integer, got {type(k).__name__}")
-    if not 1 <= k < units:
+    if not 1 <= integer("k", k) < units:
         raise ValueError(f"`k` must be at least 1 and below the number of examples, {units}, got {k}")
     generator = torch.Generator().manual_seed(seed)
     named = {**tables, "random": torch.rand(count, units, generator=generator)}

@@ -8,12 +8,13 @@ import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.missing_names import missing_methods
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.checkpoint import _contents, _files
@@ -95,8 +96,8 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"`folder` must be a folder, or not be there yet, got the file {self.folder}")
-        self.keep = None if keep is None else _integer("keep", keep, 1)
-        self.every = _integer("every", every, 1)
+        self.keep = None if keep is None else integer("keep", keep, 1)
+        self.every = integer("every", every, 1)
         self._random_states = random_states
         self._corrupt: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "todist-checkpoint") if background else None
@@ -179,7 +180,7 @@ class Checkpointer:
         """
         if self._closed:
             raise ValueError("`save` must come before `close`")
-        step = _integer("step", step, 0)
+        step = integer("step", step, 0)
         if score is not None:
             score = _score(score)
         _check_objects(objects)
@@ -270,7 +271,7 @@ class Checkpointer:
                     f"{self.folder}"
                 )
         else:
-            number = _integer("step", step, 0)
+            number = integer("step", step, 0)
             file = next((each for each in files if each.step == number), None)
             if file is None:
                 there = ", ".join(map(str, sorted({each.step for each in files}))) or "none"
@@ -308,14 +309,6 @@ class Checkpointer:
         except Exception as error:
             log.error("the checkpoint of step %d: %s", step, error)  # also where no call comes any more
             raise
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__} {value!r}")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}")
-    return int(value)
 
 
 def _score(value: Any) -> float:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.options import close_to, hinted
 from torchopt_dist.data._drawing import Pictures, clean, distorted, random_numbers
-from torchopt_dist.data._integer import integer
 from torchopt_dist.data._outlines import Integers, Outline, charmap, dejavu, outlines
 
 __all__ = ["GlyphSplit", "Glyphs", "glyphs"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.missing_names import missing_methods
 from torchopt_dist.arguments.options import hinted
-from torchopt_dist.data._integer import integer
 
 __all__ = ["Task", "TaskSampler"]
 

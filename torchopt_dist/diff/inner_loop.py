@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.missing_names import missing_methods
 from torchopt_dist.arguments.options import unless
 from torchopt_dist.core.binding import Bindings
@@ -319,7 +320,7 @@ def _inner_loop(
         steps=count,
         stop=stop,
         has_aux=has_aux,
-        seed=draw_seed() if seed is None else _checked_seed(seed),
+        seed=draw_seed() if seed is None else integer("seed", seed),
         first=begin,
         state_is_given=state is not None,
         declared=tuple(
@@ -438,18 +439,9 @@ def _micro_batches(accumulate: Any, batches: Any, compile: Any) -> MicroBatches:
     return MicroBatches(accumulate)
 
 
-def _checked_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"`seed` must be an integer, got {type(seed).__name__}")
-    return seed
-
-
 def _batches_and_steps(batches: Any, steps: Any, adjoint: Adjoint) -> tuple[Batches, int]:
     if steps is not None:
-        if isinstance(steps, bool) or not isinstance(steps, int):
-            raise TypeError(f"`steps` must be an integer, got {type(steps).__name__}")
-        if steps < 0:
-            raise ValueError(f"`steps` must be at least 0, got {steps}")
+        steps = integer("steps", steps, 0)
     if isinstance(batches, int) and not isinstance(batches, bool):
         if batches < 0:
             raise ValueError(f"`batches` as a number of steps must be at least 0, got {batches}")

@@ -20,6 +20,7 @@ from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 
 from torchopt_dist import pytree
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import Samplable, SampleFunc
@@ -95,10 +96,7 @@ def zero_order(
     for name, number in (("num_samples", num_samples), ("chunk_size", chunk_size)):
         if number is None and name == "chunk_size":
             continue
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"`{name}` must be an integer, got {number!r}")
-        if number < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {number}")
+        integer(name, number, 1)
     if not (sigma > 0 and math.isfinite(sigma)):
         raise ValueError(f"`sigma` must be finite and above 0, got {sigma}")
     draw = getattr(distribution, "sample", distribution)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.ops._columns import pick, present, put
 from torchopt_dist.transform._elementwise import check_dense
@@ -51,11 +52,7 @@ def add_noise(eta: HyperParameter, gamma: HyperParameter, seed: int) -> Gradient
     """
     check_at_least_zero("eta", eta)
     check_at_least_zero("gamma", gamma)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"`seed` must be an integer, got {type(seed).__name__} {seed!r:.80}")
-    if seed < 0:
-        raise ValueError(f"`seed` must be at least 0, got {seed}")
-    return GradientTransformation(_init, partial(_update, eta, gamma, seed))
+    return GradientTransformation(_init, partial(_update, eta, gamma, integer("seed", seed, 0)))
 
 
 def _init(params: Params, /) -> AddNoiseState:

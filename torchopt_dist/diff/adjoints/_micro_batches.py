@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -165,7 +166,9 @@ class MicroBatches:
             made.append(
                 loop.with_settings(
                     loss=_SumAndCount(loop.loss, loop.has_aux),
-                    batches=_Held(part) if is_plain else _Read(read, place, seed),
+                    batches=(lambda _, part=part: part)
+                    if is_plain
+                    else partial(_read_again, read, place, seed),
                     seed=seed,
                     has_aux=True,
                     ranks=None,
@@ -315,26 +318,13 @@ def _checked_pair(total: Any, count: Any, params: Any) -> tuple[Tensor, Any]:
     return total, count.reshape(())
 
 
-class _Held:
-    """A part of a batch, whatever the step."""
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-
-    def __call__(self, number: int) -> Any:
-        return self._part
-
-
-class _Read:
+def _read_again(
+    read: Callable[[], list[tuple[float, Any]]], place: int, seed: int, number: int
+) -> tuple[float, Any]:
     """A part of a batch that is read anew, since it may have a gradient."""
-
-    def __init__(self, read: Callable[[], list[Any]], place: int, seed: int) -> None:
-        self._read, self._place, self._seed = read, place, seed
-
-    def __call__(self, number: int) -> Any:
-        part = self._read()[self._place]
-        seed_step(self._seed, number)
-        return part
+    part = read()[place]
+    seed_step(seed, number)
+    return part
 
 
 class _Node:

@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-__all__ = ["check_above_zero", "check_count"]
+__all__ = ["check_above_zero"]
 
 
 def check_above_zero(name: str, value: Any) -> None:
@@ -20,16 +20,3 @@ def check_above_zero(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}")
     if not (float(value) > 0 and math.isfinite(value)):
         raise ValueError(f"`{name}` must be finite and above 0, got {value}")
-
-
-def check_count(name: str, value: Any) -> None:
-    """Check that a setting is an integer of at least 1.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is below 1.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {value}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import samples_for
-from torchopt_dist.diff.adjoints._settings import check_above_zero, check_count
+from torchopt_dist.diff.adjoints._settings import check_above_zero
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["EvolutionStrategies"]
@@ -67,7 +68,7 @@ class EvolutionStrategies(Adjoint):
     parallel: Parallel | None = None
 
     def __post_init__(self) -> None:
-        check_count("samples", self.samples)
+        integer("samples", self.samples, 1)
         check_above_zero("sigma", self.sigma)
         if self.parallel is not None and not callable(self.parallel):
             raise TypeError(f"`parallel` must be a decorator, got {self.parallel!r:.80}")

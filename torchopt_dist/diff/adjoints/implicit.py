@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.types import LinearSolver
@@ -20,7 +21,6 @@ from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
 from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples, samples_for
-from torchopt_dist.diff.adjoints._settings import check_count
 from torchopt_dist.diff.adjoints._stationary import far_from_a_minimum, warn_of_unused
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.implicit import Found, attach
@@ -82,7 +82,7 @@ class Implicit(Adjoint):
 
     def __post_init__(self) -> None:
         as_solver(self.solver)
-        check_count("batches", self.batches)
+        integer("batches", self.batches, 1)
         check_not_converged(self.not_converged)
 
     @property

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.diff.adjoints._antithetic import run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import samples_for
-from torchopt_dist.diff.adjoints._settings import check_count
 from torchopt_dist.diff.adjoints.evolution_strategies import EvolutionStrategies
 
 __all__ = ["PersistentEvolutionStrategies"]
@@ -60,7 +60,7 @@ class PersistentEvolutionStrategies(EvolutionStrategies):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("unroll", self.unroll)
+        integer("unroll", self.unroll, 1)
 
     def run(self, loop: Loop) -> Outcome:
         """Run the loop; see :meth:`Adjoint.run`."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from torchopt_dist.arguments.integers import integer
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
 from torchopt_dist.diff.adjoints._samples import samples_around
@@ -38,10 +39,7 @@ class Truncated(Adjoint):
     steps: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
-            raise TypeError(f"`steps` must be an integer, got {type(self.steps).__name__}")
-        if self.steps < 0:
-            raise ValueError(f"`steps` must be at least 0, got {self.steps}")
+        integer("steps", self.steps, 0)
 
     @property
     def batches_again(self) -> int:

@@ -149,10 +149,6 @@ class Group:
 
         self.threads.run(work)
 
-    def on_this_host(self, rank: int) -> bool:
-        """Whether a worker is on this worker's machine."""
-        return self.members[rank].host == self.members[self.rank].host
-
     def same_program(self, rank: int) -> bool:
         """Whether ``__main__`` of that worker is this worker's, so that its functions can be sent by name."""
         members = self.membership.members
