@@ -162,7 +162,11 @@ def identity(x):
             "`method` must be 'naive', 'forward' or 'antithetic'",
         ),
         (lambda: zero_order(NORMAL, num_samples=0), ValueError, "`num_samples` must be at least 1, got 0"),
-        (lambda: zero_order(NORMAL, num_samples=1.5), TypeError, "`num_samples` must be an integer, got float 1.5"),
+        (
+            lambda: zero_order(NORMAL, num_samples=1.5),
+            TypeError,
+            "`num_samples` must be an integer, got float 1.5",
+        ),
         (lambda: zero_order(NORMAL, chunk_size=0), ValueError, "`chunk_size` must be at least 1, got 0"),
         (lambda: zero_order(NORMAL, sigma=0.0), ValueError, "`sigma` must be finite and above 0, got 0.0"),
         (lambda: zero_order(NORMAL, sigma=-1.0), ValueError, "`sigma` must be finite and above 0, got -1.0"),
