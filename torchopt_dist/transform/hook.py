@@ -22,7 +22,7 @@ Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
 def register_hook(hook: Hook) -> GradientTransformation:
-    """Run a hook on the gradient of each update, as ``Tensor.register_hook``.
+    """Run a hook in the backward pass, on what flows back through each update, as ``Tensor.register_hook``.
 
     The updates are not changed. In the backward pass of a meta-gradient, the gradient of each update goes through
     ``hook``. Updates that do not require grad have no backward pass and are left out.

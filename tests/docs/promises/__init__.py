@@ -1,0 +1,1 @@
+"""The summary lines of ``docs/api``, each as a program of a few lines."""
