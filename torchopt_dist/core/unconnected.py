@@ -1,4 +1,4 @@
-"""Tensors that an inner loop uses, and to which its result is not connected → what a worker is told of them."""
+"""Tensors that an inner loop uses or makes, and to which a result may not be connected → what a worker is told."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ class Unconnected(NamedTuple):
 
     tensors: Sequence[Tensor]
     """The tensors."""
-    why: str
+    why: str = ""
     """A clause with the reason and the remedy."""
+    moved: bool = False
+    """Whether they are parameters that a step has made, on one of which a result is to depend."""
 
 
 _noted: ContextVar[list[Unconnected] | None] = ContextVar("noted", default=None)
@@ -26,7 +28,7 @@ _noted: ContextVar[list[Unconnected] | None] = ContextVar("noted", default=None)
 
 @contextmanager
 def unconnected() -> Iterator[list[Unconnected]]:
-    """A context that yields what the inner loops in it note."""
+    """A context that yields what the inner loops and steps in it note."""
     found: list[Unconnected] = []
     before = _noted.set(found)
     try:

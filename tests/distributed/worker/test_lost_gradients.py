@@ -139,6 +139,42 @@ def test_lost_gradients_are_told_once_by_name_and_are_errors_if_strict(world):
     world(2).on_zero(body)
 
 
+def query_loss_of(which, net, x):
+    clone = todist.module_clone(net)
+    inner = todist.MetaSGD(clone, lr=0.1)
+    for _ in range(2):
+        inner.step(clone(x).square().mean())
+    found = {
+        "model": net(x).square().mean(),
+        "clone": clone(x).square().mean(),
+        "parameters": [*clone.parameters()],
+    }
+    return {"both": [found["model"], found["clone"]], "values": found["model"].detach()}.get(
+        which, found.get(which)
+    )
+
+
+def query_loss_of_the_model(net, x):
+    return query_loss_of("model", net, x)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_steps_on_which_nothing_depends_are_told(world, vectorize):
+    def body():
+        net, x = nn.Linear(2, 1), torch.ones(4, 3, 2)
+        spread = todist.parallelize(todist.tasks, todist.mean_reducer, vectorize=vectorize)
+        text = "`query_loss_of_the_model` makes inner steps, and nothing that it returns depends on them"
+        with pytest.warns(UserWarning, match=text):
+            spread(query_loss_of_the_model)(net, x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for which in ("clone", "parameters", "both", "values"):
+                partial = functools.partial(query_loss_of, which)
+                todist.parallelize(todist.tasks, vectorize=vectorize, strict=True)(partial)(net, x)
+
+    world(2).on_zero(body)
+
+
 def test_leaves_of_the_function_s_own_and_arguments_are_not_told():
     def body():
         x, net, (a, b) = torch.ones(2, requires_grad=True), mlp(), (torch.ones(4, 6), torch.ones(4, 3))

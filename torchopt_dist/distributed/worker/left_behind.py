@@ -197,8 +197,14 @@ def _listed(found: Sequence[str]) -> str:
 def _silent(
     name: str, noted: Sequence[Unconnected], reached: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> str | None:
-    """A sentence about the first input that an inner loop uses, and that results with a graph do not depend on."""
-    for tensors, why in noted:
+    """A sentence about inner steps, or an input that an inner loop uses, on which no result with a graph depends."""
+    moved = [tensor for note in noted if note.moved for tensor in note.tensors if tensor.grad_fn is not None]
+    if moved and not leaves_behind(reached, moved)[0]:
+        return (
+            f"{name} makes inner steps, and nothing that it returns depends on them: take the query loss of the module "
+            "that was stepped, not of the one that it was cloned from"
+        )
+    for tensors, why, _ in noted:
         for tensor in tensors:
             behind = set(map(id, leaves_behind([tensor])[1]))
             if not behind.isdisjoint(map(id, inputs)) and behind.isdisjoint(map(id, reached)):
