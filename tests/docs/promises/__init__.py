@@ -1,1 +1,0 @@
-"""The summary lines of ``docs/api``, each as a program of a few lines."""
