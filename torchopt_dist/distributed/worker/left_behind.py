@@ -204,8 +204,8 @@ def _silent(
             f"{name} makes inner steps, and nothing that it returns depends on them: take the query loss of the module "
             "that was stepped, not of the one that it was cloned from"
         )
-    for tensors, why, _ in noted:
-        for tensor in tensors:
+    for tensors, why, of_step in noted:
+        for tensor in () if of_step else tensors:
             behind = set(map(id, leaves_behind([tensor])[1]))
             if not behind.isdisjoint(map(id, inputs)) and behind.isdisjoint(map(id, reached)):
                 return f"{name} returns what has no path to a tensor of shape {tuple(tensor.shape)}: {why}"
