@@ -81,3 +81,41 @@ def on_workers() -> dict[str, Any]:
 def rank_zero_on_workers() -> dict[str, Any] | None:
     """A program of two workers, of which the first asks."""
     return on_workers() if todist.get_rank() == 0 else None
+
+
+def on_ranks(parallel: Any = None) -> dict[str, Any]:
+    """What one process finds, or ranks that make each training together."""
+    torch.set_num_threads(1)
+    data, found = Data(), {}
+    kinds: dict[str, dict[str, Any]] = {
+        "examples": {},
+        "micro-batches": {"accumulate": 2},
+        "tokens": {"mask": data.mask},
+        "groups": {"mask": data.mask, "groups": data.groups},
+    }
+    for kind, options in kinds.items():
+        of = training(data, parallel=parallel, **options)
+        for method in ("exact", "checkpoint"):
+            scores = todist.attribute(of, data.queries, tokens=kind == "tokens", method=method).scores
+            found[f"{kind}, {method}"] = scores
+    of = training(data, parallel=parallel)
+    chance = torch.randn(QUERIES, EXAMPLES, generator=torch.Generator().manual_seed(0))
+    found["retrained"] = todist.attribution.validate(of, data.queries, chance, retrains=3, left_out=3).losses
+    found["smoothness"] = torch.tensor(todist.attribution.metasmoothness(of))
+    return found
+
+
+def together() -> dict[str, Any]:
+    """A program of ranks that make each training together; the second time each has a part of the optimizer's state."""
+    parted = todist.attribute(training(Data(), parallel=todist.DataParallel(shard="state")), Data().queries)
+    return {**on_ranks(todist.DataParallel()), "parted": parted.scores}
+
+
+def too_small() -> str:
+    """What a rank is told of a batch that has not an example for each."""
+    of = training(Data(), parallel=todist.DataParallel(), batches=[torch.tensor([0])])
+    try:
+        todist.attribute(of, Data().queries)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError

@@ -190,6 +190,18 @@ def test_workers_find_what_one_process_finds() -> None:
         torch.testing.assert_close(spread[name], value, rtol=1e-9, atol=1e-11)
 
 
+def test_ranks_that_train_together_find_what_one_process_finds() -> None:
+    alone = problems.on_ranks()
+    alone["parted"] = alone["examples, exact"]
+    found = todist.launch(problems.together, nproc_per_host=2, backend="gloo")
+    for rank in (0, 1):
+        assert found.rank(rank).keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(found.rank(rank)[name], value, rtol=1e-9, atol=1e-11)
+    text = todist.launch(problems.too_small, nproc_per_host=2, backend="gloo").rank(1)
+    assert "an example for each of the 2 ranks, got one of 1" in text
+
+
 def ask(**options: Any) -> Any:
     data = Data()
     given = {"training": training(data), "queries": data.queries, **options}
@@ -223,6 +235,7 @@ def test_what_attribute_refuses(options: dict[str, Any], error: type[Exception],
         ({"model": 3}, TypeError, "must be a torch.nn.Module, got int"),
         ({"loss": 3}, TypeError, "`loss` must be a function"),
         ({"batches": []}, ValueError, "a batch for each step, got none"),
+        ({"parallel": 2}, TypeError, "must be a todist.DataParallel, got int"),
         ({"batches": [[1, 2]]}, ValueError, "got list .* for step 0"),
         ({"batches": [torch.ones(2)]}, ValueError, "got Tensor .*float32"),
         ({"batches": [torch.tensor([-1])]}, ValueError, "from 0 to"),

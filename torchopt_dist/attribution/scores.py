@@ -46,7 +46,8 @@ def attribute(
     Engstrom et al. 2025, https://arxiv.org/abs/2503.13751; as an attribution: Ilyas and Engstrom 2025,
     https://arxiv.org/abs/2504.16430). It is that of one training, with its order of batches and its random numbers.
 
-    Where workers run, the queries are spread over them: each trains, and goes back for its part of the queries.
+    Where workers run, the queries are spread over them: each trains, and goes back for its part of the queries. With
+    ``parallel`` of the training, all ranks make one training instead.
 
     Args:
         training: the training.
@@ -58,7 +59,7 @@ def attribute(
         adjoint: how the exact derivative is taken; ``todist.Replayed()``, if not given.
         tokens: whether there is a score for each token of each example, where the training has a ``mask`` of these.
         together: for how many queries one way back is made; more share the steps that are run again, and need
-            more memory.
+            more memory. With ``parallel`` of the training it is one at a time.
         checkpoints: how many models ``"checkpoints"`` takes, at even distances, the trained one among them.
         query_names: a name for each query; their numbers, if not given.
 
@@ -106,8 +107,10 @@ def attribute(
     if query_names is not None and len(query_names) != count:
         raise ValueError(f"`query_names` must have {count} names, one a query, got {len(query_names)}")
     training.weights(tokens=tokens)
+    if training.parallel is not None:
+        together = 1  # collectives have no rule for several gradients at once
     how = _How(method, adjoint or Replayed(), tokens, together, checkpoints)
-    parts = even_parts(count, workers())
+    parts = even_parts(count, workers(training))
     if len(parts) == 1:
         found = [_of_queries(parts[0], training, queries, how)]
     else:
@@ -121,9 +124,9 @@ def attribute(
     )
 
 
-def workers() -> int:
-    """How many workers there are for tasks; 1 where none are connected."""
-    return 1 if find_group() is None else get_world_size()
+def workers(training: Training) -> int:
+    """How many workers there are for trainings; 1 where none are connected, or all ranks make each together."""
+    return 1 if training.parallel is not None or find_group() is None else get_world_size()
 
 
 def even_parts(count: int, parts: int) -> list[tuple[int, int]]:

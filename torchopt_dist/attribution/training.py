@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.diff.adjoints import Adjoint
+from torchopt_dist.diff.data_parallel import DataParallel
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.transform.base import GradientTransformation
 
@@ -41,6 +42,8 @@ class Training:
         mask: of shape (examples, tokens), for losses of tokens: which count. Padded tokens do not.
         groups: the number of the group of each example, of shape (examples,): there is then a weight a group.
         accumulate: in how many micro-batches a batch is taken; see :func:`~torchopt_dist.inner_loop`.
+        parallel: one training on all ranks of a process group, for a model that is large: each rank takes its part of
+            each batch. All ranks then call ``attribute`` and ``validate`` with the same arguments, and get the same.
         seed: that of the random numbers of steps, the same in each run.
 
     Raises:
@@ -69,6 +72,7 @@ class Training:
     groups: Tensor | None = None
     accumulate: int = 1
     seed: int = 0
+    parallel: DataParallel | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -77,6 +81,8 @@ class Training:
             raise TypeError(
                 f"`loss` must be a function of a model and numbers of examples, got {type(self.loss).__name__}"
             )
+        if self.parallel is not None and not isinstance(self.parallel, DataParallel):
+            raise TypeError(f"`parallel` must be a todist.DataParallel, got {type(self.parallel).__name__}")
         if not len(self.batches):
             raise ValueError("`batches` must have a batch for each step, got none")
         for number, batch in enumerate(self.batches):
@@ -152,7 +158,7 @@ class Training:
             return (total, count) if keep is None else ((total, count), keep(model, number))
 
         keep = options.pop("keep", None)
-        batches = [(index, number) for number, index in enumerate(self.batches)]
+        batches = [(self._own(index), number) for number, index in enumerate(self.batches)]
         return inner_loop(
             loss,
             self.optimizer,
@@ -162,6 +168,7 @@ class Training:
             adjoint=adjoint,
             seed=self.seed,
             accumulate=self.accumulate,
+            parallel=self.parallel,
             has_aux=keep is not None,
             **options,
         )
@@ -169,6 +176,17 @@ class Training:
     def count(self) -> int:
         """By how many numbers the loss of all examples is divided."""
         return self.examples if self.mask is None else int(self.mask.sum())
+
+    def _own(self, index: Tensor) -> Tensor:
+        """This rank's part of a batch."""
+        if self.parallel is None:
+            return index
+        ranks = self.parallel.ranks
+        if len(index) < ranks.size:
+            raise ValueError(
+                f"`batches` must have an example for each of the {ranks.size} ranks, got one of {len(index)}"
+            )
+        return index[ranks.rank :: ranks.size]
 
     def _sum(self, model: Any, index: Tensor, weights: Tensor) -> tuple[Tensor, Any]:
         """The weighted losses of some examples, and how many there are."""

@@ -168,7 +168,7 @@ def metasmoothness(training: Training, *, step: float = 0.1, seed: int = 0) -> f
     """
     ones = training.weights().cpu()
     way = torch.randn(ones.shape, generator=torch.Generator().manual_seed(seed)).to(ones)
-    ends = _on_workers(_parameters_after, [ones + place * step * way for place in range(3)], (training,))
+    ends = _each(_parameters_after, [ones + place * step * way for place in range(3)], training)
     first, second, both = ends[1] - ends[0], ends[2] - ends[1], (ends[2] - ends[0]).abs()
     return float((both / both.sum() * first.sign() * second.sign()).sum())
 
@@ -215,19 +215,19 @@ def _trained_without(
                 "number of retrains; give another folder, or remove the file"
             )
         done = list(tensors["losses"])
-    a_round = _A_ROUND * workers() if path is not None else len(masks)
+    a_round = _A_ROUND * workers(training) if path is not None else len(masks)
     while len(done) < len(masks):
         some = list(masks[len(done) : len(done) + a_round])
-        done += [found.cpu() for found in _on_workers(_losses_after, some, (training, queries))]
-        if path is not None:
+        done += [found.cpu() for found in _each(_losses_after, some, training, queries)]
+        if path is not None and (training.parallel is None or training.parallel.ranks.rank == 0):
             _safetensors.write(path, {"losses": torch.stack(done)}, of)
     return torch.stack(done)
 
 
-def _on_workers(function: Any, items: list[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
-    if workers() == 1:
-        return [function(item, *args) for item in items]
-    found: list[Tensor] = map_on_workers(function, items, args=args)
+def _each(function: Any, items: list[Tensor], training: Training, *args: Any) -> list[Tensor]:
+    if workers(training) == 1:
+        return [function(item, training, *args) for item in items]
+    found: list[Tensor] = map_on_workers(function, items, args=(training, *args))
     return found
 
 
