@@ -42,7 +42,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly quick portable fuzz opinfo losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
+.PHONY: help demo test nightly without-rpc quick portable fuzz opinfo losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +70,10 @@ nightly: $(STAMP) ## the other tests: rows of products that `make test` leaves o
 
 quick: $(STAMP) ## the tests that start no processes and compile nothing
 	TODIST_FUZZ_SEED=0 TODIST_FUZZ_LOOPS=5 $(PYTEST) -m "not processes and not compiles and not nightly" $(ARGS)
+
+without-rpc: $(STAMP) ## calls, launches, faults, trees and mirrors with a torch that has no RPC
+	PYTHONPATH=tests/distributed/transport/torch_without_rpc $(PYTEST) tests/distributed tests/faults tests/launch tests/checkpoint \
+		tests/attribution tests/seeds tests/diff/test_data_parallel.py $(ARGS)
 
 portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default"
 	@for one in $(AS); do echo "as with $$one"; env $$(echo $$one | tr , ' ') $(PYTEST) $(COMPUTING) $(ARGS) || red="$$red $$one"; done; \

@@ -20,7 +20,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tests import nightly
+from tests import nightly, without_rpc
 from tests.limits import Limits
 from tests.processes import World
 from tests.turns import Turns
@@ -64,6 +64,12 @@ def world() -> type[World]:
     return World
 
 
+@pytest.fixture(autouse=True)
+def _workers_without_rpc(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if without_rpc.hides_rpc(request.node):
+        monkeypatch.setenv(without_rpc.VARIABLE, "1")
+
+
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
     """``limits(grace_seconds=0.02)``; see ``tests/limits.py``."""
@@ -88,6 +94,8 @@ def starts_processes(path: Path) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import the files that ``make quick`` leaves out."""
+    if collection_path.match("test_*.py") and without_rpc.cannot_be_imported(collection_path):
+        return True
     if config.option.markexpr.startswith("not processes") and collection_path.match("test_*.py"):
         return starts_processes(collection_path) or None
     return None
@@ -113,6 +121,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    without_rpc.leave_out(config, items)
     nightly.leave_rows(items)
     for item in items:
         if "world" in getattr(item, "fixturenames", ()) or starts_processes(item.path):

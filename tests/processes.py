@@ -31,6 +31,7 @@ from typing import Any
 import cloudpickle
 
 import torchopt_dist as todist
+from tests import without_rpc
 from tests.warm_python import Fork, Job, warm_python
 from torchopt_dist.launching import Launcher
 
@@ -147,7 +148,10 @@ class World:
         ours, theirs = socket.socketpair()
         with theirs:
             command = ("-c", "from tests.processes import work; work()")
-            fork = warm_python().fork(*command, files=[theirs.fileno(), 1, 2], cwd=Path.cwd(), env=env)
+            hidden = without_rpc.VARIABLE in os.environ
+            fork = warm_python(without_rpc.FOLDER if hidden else None).fork(
+                *command, files=[theirs.fileno(), 1, 2], cwd=Path.cwd(), env=env
+            )
         return Connection(ours.detach()), fork
 
     def _collect(

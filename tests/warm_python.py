@@ -259,11 +259,13 @@ class Job:
 
 
 @functools.cache
-def warm_python() -> WarmPython:
-    """The server for programs of torch and this package, torchrun, and the examples, if what these need is there."""
-    root = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+def warm_python(first: Path | None = None) -> WarmPython:
+    """The server for programs of torch and this package, torchrun, and the examples, if what these need is there.
+
+    ``first`` is a folder that comes first on its ``PYTHONPATH``.
+    """
+    folders = [first, Path(__file__).resolve().parents[1], os.environ.get("PYTHONPATH")]
+    root = os.pathsep.join(str(folder) for folder in folders if folder)
     there = [name for name in PROGRAMS if importlib.util.find_spec(name.partition(".")[0])]
     server = WarmPython(*TORCHRUN, *there, *WORKERS, PYTHONPATH=root, MPLBACKEND="Agg")
     atexit.register(server.close)

@@ -142,7 +142,7 @@ def edges(twigs, parent=0):
 # Workers that are lost.
 
 
-def survive(world, body, *args, transport="rpc"):
+def survive(world, body, *args, transport="auto"):
     """What ``body`` returns on rank 0 of a world of that size, of which it may kill workers; the others end well."""
 
     def main():

@@ -13,6 +13,8 @@ import torchopt_dist as todist
 from tests.distributed.programs import Net, data, gradients, kept_on, mlp, mse
 from torchopt_dist.distributed.group.group import current_group
 
+pytestmark = pytest.mark.torch_rpc
+
 spread = todist.parallelize(todist.batch_partitioner, todist.mean_reducer)(mse)
 
 

@@ -288,7 +288,7 @@ def double(x):
         lambda: todist.batch_partitioner(torch.ones(2)),
         lambda: todist.dim_partitioner(0, exclusive=True, keepdim=True)(torch.ones(2)),
         lambda: todist.dim_partitioner(0, workers=["worker0"])(torch.ones(2)),
-        lambda: todist.autograd.context().__enter__(),
+        pytest.param(lambda: todist.autograd.context().__enter__(), marks=pytest.mark.torch_rpc),
     ],
 )
 def test_a_call_before_init_says_how_to_init(call):

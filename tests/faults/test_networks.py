@@ -151,6 +151,10 @@ def test_a_worker_that_is_stopped_alone_on_its_machine_is_noticed(tmp_path, what
         todist.barrier()
         if todist.get_rank() == 1:
             (watchdog,) = psutil.Process().children()
+            while (
+                not watchdog.net_connections()
+            ):  # a Python that has to start; before that rank 0 cannot miss it
+                time.sleep(0.01)
             say(tmp_path / "pids", f"{os.getpid()} {watchdog.pid}")
             say(tmp_path / "stopped", str(time.monotonic()))
             if what == "machine":  # as when a container is frozen

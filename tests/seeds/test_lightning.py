@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.processes import PROGRAMS, finish, free_port, start_torchrun
 from tests.seeds.findings import compare
 
 
+@pytest.mark.torch_rpc
 def test_four_workers_on_two_nodes(tmp_path: Path) -> None:
     port = free_port()
     nodes = [

@@ -12,6 +12,7 @@ from tests.processes import PROGRAMS, ROOT, free_port, torchrun
 from tests.seeds.findings import compare
 from tests.seeds.one_process import DOCUMENTED, EVERY_WAY
 
+pytestmark = pytest.mark.torch_rpc
 DOCUMENT = ROOT.parent / "shared" / "seeds" / "torchopt_distributed.rst"
 ON_EVERY_RANK = ("autograd_grad", "local_rank", "rank_zero_only", "remote_async_call", "remote_sync_call")
 

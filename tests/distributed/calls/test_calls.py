@@ -123,6 +123,7 @@ def test_a_call_past_its_timeout_names_the_worker_and_drops_the_late_answer(worl
     world(2).on_zero(body)
 
 
+@pytest.mark.torch_rpc
 def test_the_caller_s_state_travels(world):
     def body():
         plain = todist.remote_sync_call(_state, partitioner=1)[0]

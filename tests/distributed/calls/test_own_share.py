@@ -253,6 +253,7 @@ def test_what_cannot_be_rebuilt_is_an_error_that_says_what_helps():
     alone(body)
 
 
+@pytest.mark.torch_rpc
 def test_a_share_can_be_differentiated_in_a_context_and_after_the_group():
     def body():
         model = mlp()

@@ -129,14 +129,14 @@ def run(seed: int, *, retries: bool) -> str:
 
 @pytest.mark.parametrize("seed", seeds(WAITED_FOR_EVER))
 def test_programs_whose_workers_die_compute_what_one_process_does(world, seed):
-    transport = random.Random(seed).choice(["rpc", "zmq"])
+    transport = random.Random(seed).choice(["auto", "zmq"])
     print(f"TODIST_FUZZ_SEED={seed}: over {transport}")
     assert survive(world(WORKERS), partial(run, retries=True), seed, transport=transport) == "right"
 
 
 @pytest.mark.parametrize("seed", seeds(LEFT_GRAPHS))
 def test_programs_with_few_retries_end_with_an_error_at_once_and_leave_nothing(world, seed):
-    transport = random.Random(seed).choice(["rpc", "zmq"])
+    transport = random.Random(seed).choice(["auto", "zmq"])
     print(f"TODIST_FUZZ_SEED={seed}: over {transport}")
     assert survive(world(WORKERS), partial(run, retries=False), seed, transport=transport) in (
         "lost",

@@ -289,6 +289,7 @@ def test_derivatives_values_and_errors_through_trees(world):
     world(8, env=ZMQ).on_zero(body)
 
 
+@pytest.mark.torch_rpc
 def test_trees_over_rpc(world):
     def body():
         model = Model()

@@ -38,6 +38,7 @@ def modules():
         yield importlib.import_module(info.name)
 
 
+@pytest.mark.torch_rpc
 def test_modules_hold_no_state():
     found = []
     for module in modules():

@@ -18,7 +18,6 @@ from tests.processes import World
 from tests.waits import say, soon, watch
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.transport import shutdown
-from torchopt_dist.distributed.transport.rpc import RPCTransport
 
 DEATHS = {
     "os._exit(7)": lambda: os._exit(7),
@@ -76,8 +75,11 @@ def test_survivors_go_on_and_end_well(world):
     assert [ending.value for ending in endings[:2]] == [[1], [0]], endings[0].trace
 
 
+@pytest.mark.torch_rpc
 @pytest.mark.parametrize("when", ["before the last barrier", "in RPC's own handshake"])
 def test_a_death_at_the_end_that_the_group_goes_on_without(tmp_path, monkeypatch, when):
+    from torchopt_dist.distributed.transport.rpc import RPCTransport
+
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -152,6 +152,7 @@ def test_a_decorated_function_that_is_decorated_again_is_prepared_as_it_asks():
     assert inits == [1]
 
 
+@pytest.mark.torch_rpc
 def test_auto_init_rpc_inside_main_cannot_ask_for_another_group(world):
     def other_format(**place):
         return f"other{place['world_rank']}"
@@ -170,6 +171,7 @@ def test_auto_init_rpc_inside_main_cannot_ask_for_another_group(world):
     assert world(2).run(main) == [0, 1]
 
 
+@pytest.mark.torch_rpc
 def test_a_program_that_has_called_init_rpc_is_told():
     def program():
         rpc.init_rpc("mine", rank=0, world_size=1)
@@ -221,6 +223,7 @@ def test_a_process_group_on_the_same_port_works_beside(world):
     assert world(2).run(main) == [3.0, 3.0]
 
 
+@pytest.mark.torch_rpc
 def test_plain_python_is_a_world_of_one_in_which_everything_works():
     def main():
         model = torch.nn.Linear(3, 1, dtype=torch.float64)

@@ -133,6 +133,7 @@ def _put():
     assert todist.remote_call(lambda: constant.to_here() + constant.local_value(), 1).tolist() == [0, 2, 4]
 
 
+@pytest.mark.torch_rpc
 def test_an_rref_of_the_caller_is_connected_to_the_call(world):
     world(2).on_zero(_own_rrefs)
 
@@ -181,6 +182,7 @@ def _far_rrefs():
     todist.remote_call(kept.clear, 1)
 
 
+@pytest.mark.torch_rpc
 def test_an_rref_of_another_worker_gives_that_worker_s_tensors_their_gradient(world):
     world(2).on_zero(_far_rrefs)
 

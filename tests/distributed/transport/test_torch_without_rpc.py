@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
+from torch.distributed import rpc
 
+from tests import without_rpc
 from tests.processes import ROOT, python
+from torchopt_dist.distributed.group.group import current_group
 
-HERE = Path(__file__).parent / "torch_without_rpc"
 BEGIN = """
 import pytest
 import torch
@@ -28,7 +29,7 @@ def transport():
 
 
 def on_such_a_torch(program, before="", **env):
-    path = os.pathsep.join((str(HERE), str(ROOT)))
+    path = os.pathsep.join((str(without_rpc.FOLDER), str(ROOT)))
     environ = {name: value for name, value in os.environ.items() if name != "TODIST_TRANSPORT"}
     done = python(
         *("-W", "error", "-c", before + BEGIN + program),
@@ -36,6 +37,15 @@ def on_such_a_torch(program, before="", **env):
         env={**environ, "PYTHONPATH": path, **env},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_workers_of_a_quarter_of_the_tests_are_on_such_a_torch(world, monkeypatch):
+    def found():
+        return rpc.is_available(), type(current_group().transport).__name__
+
+    assert world(2).on_zero(found) == (True, "RPCTransport")
+    monkeypatch.setenv(without_rpc.VARIABLE, "1")
+    assert world(2).on_zero(found) == (False, "ZMQTransport")
 
 
 def test_workers_speak_over_zeromq_unless_they_are_told_otherwise():

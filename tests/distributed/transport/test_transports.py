@@ -433,6 +433,7 @@ def test_calls_that_are_never_answered_do_not_keep_the_program(chosen):
     assert World(2, env=chosen, rpc=False).run(body, timeout=60) == [True, True]
 
 
+@pytest.mark.torch_rpc
 def test_bad_choices(monkeypatch):
     with pytest.raises(ValueError, match="transport must be 'auto' or 'rpc' or 'zmq', got 'mpi'"):
         todist.auto_init_rpc(transport="mpi")
@@ -462,11 +463,13 @@ def test_bad_choices(monkeypatch):
         main()
 
 
+@pytest.mark.torch_rpc
 def test_remote_references_need_torch_s_rpc():
     with pytest.raises(todist.errors.NotInitializedError, match="transport is 'rpc'"):
         todist.auto_init_rpc(transport="zmq")(lambda: todist.pytree.tree_as_rref([1]))()
 
 
+@pytest.mark.torch_rpc
 def test_with_zmq_nothing_of_torch_s_rpc_is_open(world):
     def listening():
         with pytest.raises(RuntimeError, match="not been initialized"):

@@ -183,6 +183,8 @@ class ZMQTransport(Transport):
         """See :class:`~torchopt_dist.distributed.transport.base.Transport`."""
         if worker in self._host.lost:
             self._mesh.forget(worker)
+        if worker == self._host.rank:  # this process may end at any moment, without `stop`
+            self._here.remove_folder()
         super().worker_lost(worker, error)
 
     def about_to_wait(self) -> None:
