@@ -30,7 +30,9 @@ IMPORTS_IT = re.compile(
 def needs_rpc(item: pytest.Item) -> bool:
     """Whether a test is of torch's RPC itself."""
     params = getattr(getattr(item, "callspec", None), "params", {})
-    return item.get_closest_marker("torch_rpc") is not None or "rpc" in params.values()
+    return item.get_closest_marker("torch_rpc") is not None or any(
+        isinstance(value, str) and value == "rpc" for value in params.values()
+    )
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
