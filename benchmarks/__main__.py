@@ -45,6 +45,7 @@ PROGRAMS = (
     Program("kernels"),
     Program("launch", ("--rounds", "3")),
     Program("replaying", ("--rounds", "1")),
+    Program("attribution"),
     Program("attention", ("--rounds", "1")),
     Program("implicit"),
     Program("evolution_strategies"),
