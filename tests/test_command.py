@@ -176,19 +176,23 @@ def test_estimate_prints_a_table(
     assert said in "".join(capsys.readouterr())
 
 
+PACKAGE = Path(todist.__file__).parent
+IN_CLONE = PACKAGE.parent / "examples" / "few_shot.py"
+DEMO = IN_CLONE if IN_CLONE.is_file() else PACKAGE / "_few_shot.py"  # of an installed wheel
+
+
 def test_demo_launches_the_example_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
     monkeypatch.setattr(program, "launch", lambda argv, prog: given.append(argv) or 7)
     assert program.main(["demo", "--workers", "3", "--minutes", "30"]) == 7
-    example = str(ROOT / "examples" / "few_shot.py")
     # Of an argument that is given twice the last one counts.
     short = ["--minutes", "0.5", "--test-tasks", "200"]
-    assert given == [["--nproc-per-host", "3", example, *short, "--minutes", "30"]]
+    assert given == [["--nproc-per-host", "3", str(DEMO), *short, "--minutes", "30"]]
 
 
 def test_demo_says_where_its_program_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["demo", "--show"]) == 0
-    assert capsys.readouterr().out == f"{ROOT / 'examples' / 'few_shot.py'}\n"
+    assert capsys.readouterr().out == f"{DEMO}\n"
 
 
 def test_demo_says_what_is_missing(
