@@ -147,6 +147,24 @@ def test_the_whole_loop_takes_what_was_estimated(problem: Any, adjoints: Any, me
     assert off == {}
 
 
+def test_what_a_loss_returns_beside_is_kept_of_each_step() -> None:
+    w, scale = torch.ones(100, requires_grad=True), torch.ones(100, requires_grad=True)
+    made: dict[str, Any] = {
+        "loss": lambda w: ((scale * w).square().sum(), torch.zeros(50_000)),
+        "optimizer": todist.sgd(lr=0.1),
+        "params": w,
+        "batches": 20,
+        "meta": scale,
+        "has_aux": True,
+        "outer": torch.sum,
+    }
+    adjoints = [*REPLAYS[:2], todist.Truncated(2), todist.SAMA()]
+    for row in todist.estimate(**made, adjoints=adjoints):
+        taken = counted(lambda row=row: whole(made, row.adjoint))
+        assert taken > 20 * 200_000
+        assert row.memory == pytest.approx(taken, rel=0.2), row.name
+
+
 def test_it_is_counted_how_many_steps_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchopt_dist.diff.replay.SMALL", 0)  # no steps are recorded together
     w = torch.tensor(0.3, requires_grad=True)
