@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
@@ -88,3 +89,9 @@ def test_there_are_forty_questions_each_with_a_block() -> None:
     sections = re.findall(r"^\*\*… (.+?)\?\*\*((?:(?!^\*\*… |^## ).*\n)*)", before, re.MULTILINE)
     assert len(sections) == 40
     assert [question for question, text in sections if "```python\n" not in text] == []
+
+
+def test_the_citation_names_this_version() -> None:
+    cited = yaml.safe_load((DOCS.parent / "CITATION.cff").read_text("utf-8"))
+    assert cited["version"] == todist.__version__
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
