@@ -42,7 +42,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly without-rpc quick portable fuzz opinfo losses gpu-pack gpu-dry engines examples lint types docs pictures gallery reproduce bench wheel clean
+.PHONY: help demo test nightly without-rpc quick portable fuzz opinfo losses gpu-pack gpu-dry engines works-with examples lint types docs pictures gallery reproduce bench wheel clean
 
 help: ## show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -125,6 +125,10 @@ reproduce: $(STAMP) ## write the tables of docs/reproductions.md, on a quiet mac
 engines: $(STAMP) ## install Ray, Dask and Monarch, each beside this torch, and run the programs of docs/launchers.md: ENGINES="ray dask"
 	@for one in $(ENGINES); do test -x build/engines/$$one/bin/python || $(BIN)/python -m tests.packaging.engine $$one || exit 1; done
 	$(BIN)/python -m pytest tests/launch/test_engines.py $(ARGS)
+
+works-with: $(STAMP) ## install transformers, peft, accelerate, Lightning, Hydra and W&B, and run the programs of docs/works_with.md
+	$(INSTALL) --no-build-isolation -e ".[test,works_with]"
+	$(BIN)/python -m pytest tests/docs/test_works_with.py tests/diff/test_hugging_face.py $(ARGS)
 
 bench: $(STAMP) ## write the tables of docs/benchmarks.md and docs/which_adjoint.md, on a quiet machine: ONLY="call_overhead launch"
 	$(BIN)/python benchmarks $(ONLY)

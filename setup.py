@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 
 from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 # torch takes the folder above nvcc's for the toolkit's; a wrapper on the PATH misleads it.
 TOOLKIT = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
@@ -203,6 +204,18 @@ class BuildKernels(Build):
         print(prefix + reason, file=sys.stderr)
 
 
+class BuildModules(build_py):
+    """Copies the modules, and beside them the example that ``torchopt-dist demo`` runs."""
+
+    def run(self) -> None:
+        """Copy them; an editable installation runs the example where it is."""
+        super().run()
+        if not self.editable_mode:
+            self.copy_file(
+                str(HERE / "examples/few_shot.py"), str(Path(self.build_lib) / PACKAGE / "_few_shot.py")
+            )
+
+
 class CompileCuda(Command):
     """Compiles the CUDA kernels and prints the registers they take; a kernel that spills is an error."""
 
@@ -268,6 +281,6 @@ setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
     ext_modules=[cpu_library(), *([] if NO_CUDA else [cuda_library()])],
-    cmdclass={"build_ext": BuildKernels, "compile_cuda": CompileCuda},
+    cmdclass={"build_py": BuildModules, "build_ext": BuildKernels, "compile_cuda": CompileCuda},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED_API else {},
 )

@@ -38,6 +38,7 @@ myst_heading_anchors = 4
 
 redirects = {
     "buffers": "messages.html#buffers-and-batchnorm",
+    "faq": "how_do_i.html",
     "faults": "losses.html#when-something-dies",
     "kubernetes": "launchers.html#kubernetes",
     "lightning": "data.html#lightning",
@@ -73,6 +74,7 @@ html_theme = "furo"
 html_title = f"torchopt_dist {release}"
 html_show_copyright = False
 html_static_path = ["_static"]
+html_extra_path = ["llms.txt", "../SKILL.md"]  # for programs that read the site
 html_css_files = ["site.css"]
 
 
@@ -127,9 +129,10 @@ def caption_blocks(app: Sphinx, page: str, text: list[str]) -> None:
     """Each block of code says how it is run; ``tests/docs/test_examples.py`` runs it so."""
 
     def captioned(match: re.Match[str]) -> str:
-        if match[1] not in HOW_TO_RUN:
+        _, has_library, library = match[1].partition("python with ")
+        if match[1] not in HOW_TO_RUN and not has_library:
             return match[0]
-        language, caption = HOW_TO_RUN[match[1]]
+        language, caption = HOW_TO_RUN.get(match[1], ("python", f"python, with {library}"))
         return f"```{{code-block}} {language}\n:caption: {caption}\n\n"
 
     def drawn(match: re.Match[str]) -> str:
@@ -181,9 +184,9 @@ def caption_included_blocks(app: Sphinx, path: Any, page: str, text: list[str]) 
 
     def on_the_site(match: re.Match[str]) -> str:
         name = match[2].removesuffix(".md").lower()
-        return f"[{match[1]}](docs/_site/{name}.md)" if match[2].endswith(".md") else match[1]
+        return f"[{match[1]}](docs/_site/{name}.md{match[3] or ''})" if match[2].endswith(".md") else match[1]
 
-    text[0] = re.sub(r"\[([^]]+)\]\(((?:examples/)?[\w.]+)\)", on_the_site, text[0])
+    text[0] = re.sub(r"\[([^]]+)\]\(((?:examples/)?[\w.]+)(#[\w-]+)?\)", on_the_site, text[0])
 
 
 def setup(app: Sphinx) -> None:

@@ -1,4 +1,4 @@
-"""Files outside of this folder → pages in ``docs/_site``: the examples, CONTRIBUTING.md, CHANGELOG.md.
+"""Files outside of this folder → pages in ``docs/_site``: the examples, CONTRIBUTING.md, CHANGELOG.md, SKILL.md.
 
 They are made when the pages are built, and not committed. ``python docs/pages.py [EXAMPLE…]`` runs every example, or
 those named, on one worker and on two, and keeps picture and times for the pages; that is ``make gallery``.
@@ -166,7 +166,7 @@ def write(name: str, text: str) -> None:
 
 def make() -> None:
     """Make all pages."""
-    for name in ("CONTRIBUTING", "CHANGELOG"):
+    for name in ("CONTRIBUTING", "CHANGELOG", "SKILL"):
         write(f"{name.lower()}.md", with_links_of_the_site((ROOT / f"{name}.md").read_text("utf-8")))
     for source in sorted((ROOT / "examples").glob("*.py")):
         write(f"example_{source.stem}.md", example_page(source))

@@ -40,6 +40,11 @@ def test_the_console_command_is_the_module() -> None:
         (["train.py"], 2, "invalid choice: 'train.py' (choose from"),
         (["report", "--yaml"], 2, "unrecognized arguments: --yaml"),
         (["--help"], 0, "time an optimizer's step"),
+        (
+            ["estimate", "nothing.py:problem"],
+            2,
+            "must be a file and a function of it, got 'nothing.py:problem'",
+        ),
     ],
 )
 def test_a_command_gets_its_arguments(
@@ -52,7 +57,7 @@ def test_a_command_gets_its_arguments(
 
 
 @pytest.mark.parametrize("typed", ["torchopt-dist", "python -m torchopt_dist"])
-@pytest.mark.parametrize("command", ["report", "launch", "bench", "compat"])
+@pytest.mark.parametrize("command", ["report", "check", "demo", "estimate", "launch", "bench", "compat"])
 def test_help_names_the_command_that_was_typed(
     typed: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,3 +133,76 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+PROBLEM = """
+import torch
+import torchopt_dist as todist
+
+def problem():
+    w = torch.ones(1000, requires_grad=True)
+    return {"loss": lambda w: w.square().sum(), "optimizer": todist.sgd(lr=0.1), "params": w, "batches": 50}
+
+def nothing():
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "code", "said"),
+    [
+        ("problem", [], 0, "Recorded()"),
+        ("problem", ["--fits", "1GB"], 0, "Replayed()"),
+        ("problem", ["--fits", "9B"], 1, "no adjoint fits 9B"),
+        ("problem", ["--fits", "9 lines"], 2, "argument --fits: `memory` must be like '2GiB'"),
+        ("nothing", [], 2, "`nothing` must be a function that returns the arguments of todist.estimate"),
+        ("missing", [], 2, "`missing` must be a function that returns the arguments of todist.estimate"),
+    ],
+)
+def test_estimate_prints_a_table(
+    function: str,
+    more: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (file := tmp_path / "train.py").write_text(PROBLEM)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ending:
+        sys.exit(program.main(["estimate", f"{file}:{function}", *more]))
+    assert ending.value.code == code
+    assert said in "".join(capsys.readouterr())
+
+
+PACKAGE = Path(todist.__file__).parent
+IN_CLONE = PACKAGE.parent / "examples" / "few_shot.py"
+DEMO = IN_CLONE if IN_CLONE.is_file() else PACKAGE / "_few_shot.py"  # of an installed wheel
+
+
+def test_demo_launches_the_example_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(program, "launch", lambda argv, prog: given.append(argv) or 7)
+    assert program.main(["demo", "--workers", "3", "--minutes", "30"]) == 7
+    # Of an argument that is given twice the last one counts.
+    short = ["--minutes", "0.5", "--test-tasks", "200"]
+    assert given == [["--nproc-per-host", "3", str(DEMO), *short, "--minutes", "30"]]
+
+
+def test_demo_says_where_its_program_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["demo", "--show"]) == 0
+    assert capsys.readouterr().out == f"{DEMO}\n"
+
+
+def test_demo_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["demo"])
+    assert "pip install matplotlib tqdm" in capsys.readouterr().err
+    monkeypatch.setattr(program.torchopt_dist, "__file__", str(tmp_path / "package" / "__init__.py"))
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["demo"])
+    assert "it is in the repository" in capsys.readouterr().err

@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "diff": FIRST,  # functions of functions; below are the parts of it that know optimizers' steps and modules
     "diff.inner_loop": SECOND
     | {"diff", "diff.adjoints", "diff.replay", "diff.compiled", "diff.data_parallel"},
+    "diff.estimate": SECOND | {"diff", "diff.adjoints", "diff.replay", "diff.inner_loop"},
     "diff.data_parallel": SECOND | {"diff", "diff.adjoints"},
     "diff.compiled": SECOND | {"diff", "diff.adjoints"},
     "diff.adjoints": SECOND | {"diff", "diff.replay"},
@@ -78,7 +79,7 @@ MAY_IMPORT = {
 A part of a room that has a row of its own is a room by itself: the parts of ``diff`` are above the rest of it, those of
 ``distributed`` below.
 """
-ROOF = {"__init__", "__main__", "bench", "compat", "report", "typing"}
+ROOF = {"__init__", "__main__", "bench", "check", "compat", "report", "typing"}
 """These stand on everything."""
 
 

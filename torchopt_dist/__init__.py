@@ -43,6 +43,7 @@ from torchopt_dist.diff.adjoints import (
     Truncated,
 )
 from torchopt_dist.diff.data_parallel import DataParallel, mean_over, sum_over, vary_over
+from torchopt_dist.diff.estimate import estimate
 from torchopt_dist.diff.inner_loop import inner_loop
 from torchopt_dist.distributed import (
     Balance,
@@ -220,6 +221,7 @@ __all__ = [
     "differentiable",
     "dim_partitioner",
     "errors",
+    "estimate",
     "extract_state_dict",
     "get_local_rank",
     "get_local_world_size",

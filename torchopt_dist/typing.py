@@ -26,6 +26,7 @@ from torchopt_dist.core.types import (
     TensorTree,
     Updates,
 )
+from torchopt_dist.diff.estimate import Estimate, Estimates
 from torchopt_dist.diff.inner_loop import InnerLoopResult
 from torchopt_dist.distributed import (
     MirroredModule,
@@ -53,6 +54,8 @@ __all__ = [
     "Device",
     "DifferentiableOptimizer",
     "EmptyState",
+    "Estimate",
+    "Estimates",
     "GradientTransformation",
     "InnerLoopResult",
     "KwArgs",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
@@ -80,3 +81,17 @@ def test_each_page_is_linked_from_the_readme_and_the_index() -> None:
 
 def test_the_readme_is_read_in_minutes() -> None:
     assert len((DOCS.parent / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_there_are_forty_questions_each_with_a_block() -> None:
+    page = (DOCS / "how_do_i.md").read_text("utf-8")
+    before, _, _ = page.partition("## In a sentence")
+    sections = re.findall(r"^\*\*… (.+?)\?\*\*((?:(?!^\*\*… |^## ).*\n)*)", before, re.MULTILINE)
+    assert len(sections) == 40
+    assert [question for question, text in sections if "```python\n" not in text] == []
+
+
+def test_the_citation_names_this_version() -> None:
+    cited = yaml.safe_load((DOCS.parent / "CITATION.cff").read_text("utf-8"))
+    assert cited["version"] == todist.__version__
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()

@@ -1,8 +1,8 @@
 """README and every page of docs: the Python blocks run, and print what the page says they print.
 
 A page's blocks marked ``python`` are one program, run in one plain process. Those marked ``python torchrun`` are
-another, run by torchrun on two workers. The lines of a block marked ``text output`` are among what the program of the
-block before it prints, in this order.
+another, run by torchrun on two workers; ``tests/docs/test_works_with.py`` runs those marked ``python with``. The lines
+of a block marked ``text output`` are among what the program of the block before it prints, in this order.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ def programs(text: str) -> dict[str, Program]:
             start = text.count("\n", 0, fence.start(2))
             blank = "\n" * (start - program.code.count("\n"))
             found[kind] = Program(program.code + blank + block, program.output)
+        elif info.startswith("python with "):
+            kind = info
+            assert kind not in found, f"two programs with one library: {kind}"
+            found[kind] = Program(block, [])
         elif info == "text output":
             found[kind].output.extend(block.splitlines())
         else:

@@ -91,6 +91,8 @@ def try_out(torch: str, packages: tuple[Path, Path]) -> list[str]:
             run(*pip, f"torchopt_dist[zmq] @ {package.as_uri()}", cwd=folder)
             report = json.loads(run(folder / "venv/bin/torchopt-dist", "report", "--json", cwd=outside))
             check(report, folder)
+            print(run(folder / "venv/bin/torchopt-dist", "check", cwd=outside), flush=True)
+            run(folder / "venv/bin/torchopt-dist", "demo", "--show", cwd=outside)
             print(run(folder / "venv/bin/torchopt-dist", "bench", "--rounds", "5", cwd=outside), flush=True)
             passed = run(
                 python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *SMOKE, cwd=outside

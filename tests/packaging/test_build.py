@@ -238,6 +238,8 @@ def test_wheel_without_compiler_is_pure_and_carries_the_reason(tree, warm, tmp_p
     archive = zipfile.ZipFile(wheel)
     assert b"there is no C++ compiler" in archive.read("torchopt_dist/_build_note.txt")
     assert not [name for name in archive.namelist() if "_C." in name]
+    demo = archive.read("torchopt_dist/_few_shot.py")  # what `torchopt-dist demo` runs there
+    assert demo == (ROOT / "examples" / "few_shot.py").read_bytes()
 
 
 @pytest.mark.parametrize(

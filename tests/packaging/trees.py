@@ -19,6 +19,8 @@ def copy_tree(to: Path, cuda_kernels: tuple[str, ...] = ()) -> Path:
     to.mkdir(exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, to)
+    (to / "examples").mkdir()
+    shutil.copy(ROOT / "examples/few_shot.py", to / "examples")  # which goes into the package
     ignore = shutil.ignore_patterns("_C*", "_build_note.txt", "_cuda_note.txt", "__pycache__")
     for name in ("csrc", "torchopt_dist"):
         shutil.copytree(ROOT / name, to / name, ignore=ignore)

@@ -24,6 +24,29 @@ def test_results_of_nodes_have_a_size_unless_it_is_hidden() -> None:
     assert private.bytes_of_results(SimpleNamespace()) == 0
 
 
+def test_memory_is_counted_as_it_comes_and_goes_unless_that_is_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.ones(1000, dtype=torch.float64, requires_grad=True)
+    with private.memory_of_results(x.device) as most:
+        assert most is not None
+        assert most() == 0
+        assert x.view(10, 100).T.shape == (100, 10)
+        assert most() == 0
+        y = x.exp()
+        z = y.sum()
+        assert most() == 8008
+        del y, z
+        x.detach().numpy()
+        assert most() == 8008
+        loss = (x * 2).square().sum()
+        loss.backward()  # x * 2, the gradient of it twice and that of x, or one less
+        assert 24_000 <= most() <= 32_100
+    monkeypatch.setattr(torch.utils._python_dispatch, "TorchDispatchMode", None)
+    with private.memory_of_results(x.device) as most:
+        assert most is None
+
+
 def test_a_graph_is_used_up_after_a_backward_unless_that_is_hidden() -> None:
     x = torch.ones(3, 4, requires_grad=True)
     for make in (lambda: x.exp().sum() * 2 - 1, lambda: x.sum() + 1, lambda: x.tanh().mean().view(1)):

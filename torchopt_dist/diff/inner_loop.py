@@ -52,7 +52,7 @@ from torchopt_dist.process.progress_bar import StepsBar, both
 from torchopt_dist.torch_private import forward_mode_is_active
 from torchopt_dist.transform.base import GradientTransformation
 
-__all__ = ["InnerLoopResult", "inner_loop"]
+__all__ = ["InnerLoopResult", "batches_and_steps", "inner_loop"]
 
 READ_ONCE = (Recorded, Truncated, FirstOrder, Reptile, FiniteDifference, SAMA, Implicit)
 """The adjoints that take batches which can be read once."""
@@ -306,7 +306,7 @@ def _inner_loop(
     norms = GradientNorms() if diagnose else None
     if norms is not None:
         optimizer, state = norms.watch(optimizer, state)
-    given, count = _batches_and_steps(batches, steps, adjoint)
+    given, count = batches_and_steps(batches, steps, adjoint)
     model = model_of(params)
     if parallel is not None:
         model = parallel.parted(model, optimizer, adjoint)
@@ -439,7 +439,13 @@ def _micro_batches(accumulate: Any, batches: Any, compile: Any) -> MicroBatches:
     return MicroBatches(accumulate)
 
 
-def _batches_and_steps(batches: Any, steps: Any, adjoint: Adjoint) -> tuple[Batches, int]:
+def batches_and_steps(batches: Any, steps: Any, adjoint: Adjoint) -> tuple[Batches, int]:
+    """The arguments of a loop → its batches, ``None`` for a loss without data, and the number of its steps.
+
+    Raises:
+        TypeError: ``batches`` are nothing of this kind, or can be read once and the adjoint reads them again.
+        ValueError: the number of steps is missing, given twice, negative, or above that of the batches.
+    """
     if steps is not None:
         steps = integer("steps", steps, 0)
     if isinstance(batches, int) and not isinstance(batches, bool):

@@ -40,7 +40,7 @@ from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.process.free_memory import give_back
 from torchopt_dist.torch_private import bytes_of_results, memory_is_shared, outside_of_transforms
 
-__all__ = ["lengths", "replayed"]
+__all__ = ["lengths", "replayed", "unit_of"]
 
 SMALL = 1 << 24
 """Bytes of recorded steps that are no matter: so many steps as these are recorded together."""
@@ -73,6 +73,18 @@ def lengths(units: int, slots: int, *, again: bool) -> list[int]:
         least[place] -= less
         rest += less
     return [*least, *[1] * again]
+
+
+def unit_of(loss: Tensor, own: int, steps: int) -> int:
+    """How many steps are recorded together: one, or a few that are small.
+
+    Args:
+        loss: that of a step, with its graph.
+        own: how many bytes the tensors take that a step starts from.
+        steps: how many steps the loop has.
+    """
+    graph = sum(map(bytes_of_results, nodes_between([loss], [])))
+    return max(1, min(SMALL // max(1, OF_LOSS * (graph + own)), math.isqrt(steps)))
 
 
 def replayed(loop: Loop, slots: int | None, store: Store, check: bool) -> Outcome:
@@ -325,9 +337,7 @@ class _Replay:
     def _choose_unit(self, loss: Tensor) -> None:
         if self.loop.is_compiled or self.loop.ranks is not None or self.loop.blocks:
             return
-        graph = sum(map(bytes_of_results, nodes_between([loss], [])))
-        own = bytes_of(self.tensors(self.loop.first))
-        self.unit = max(1, min(SMALL // max(1, OF_LOSS * (graph + own)), math.isqrt(self.loop.steps)))
+        self.unit = unit_of(loss, bytes_of(self.tensors(self.loop.first)), self.loop.steps)
 
     def _check(self, found: Evaluation, carry: Carry) -> None:
         again = self.watched.gradient(carry, 0, record=False)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchopt_dist.distributed.group.group import Group, current_group
 from torchopt_dist.distributed.group.spans import PHASES, Phase, Span
-from torchopt_dist.distributed.group.table import bytes_text, seconds_text, table
 from torchopt_dist.errors import TodistError
+from torchopt_dist.process.table import bytes_text, seconds_text, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from torchopt_dist.distributed.group.group import Group, answering_group, current_group
-from torchopt_dist.distributed.group.table import bytes_text, table
 from torchopt_dist.errors import CallTimeoutError, TodistError
 from torchopt_dist.process.future import Future
+from torchopt_dist.process.table import bytes_text, table
 
 __all__ = ["Status", "WorkerStatus", "status"]
 

@@ -60,7 +60,7 @@ _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16
 _torch_ops: Any = torch.ops
 _NAME = "torchopt_dist"
 _LIBRARIES = {"_C": ("kernel library", "_build_note.txt"), "_C_cuda": ("CUDA library", "_cuda_note.txt")}
-_PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parent.parent
 _TOLD = "TODIST_TOLD_OF_KERNELS"
 """An environment variable, which the processes that a program starts inherit."""
 
@@ -100,7 +100,7 @@ def _source(installed: importlib.metadata.Distribution) -> list[str]:
     return [f"{_NAME} @ {url}"]
 
 
-def load(package: Path = _PACKAGE, name: str = "_C") -> str | None:
+def load(package: Path = PACKAGE, name: str = "_C") -> str | None:
     """Load a kernel library that lies in a folder.
 
     Args:
@@ -144,7 +144,7 @@ def _tell(what: str, reason: str) -> None:
     ):
         logging.getLogger("torchopt_dist").warning(
             "torchopt_dist runs without its %s by the slower reference formulas: %s. This command builds them: %s",
-            *(what, reason, remedy(_PACKAGE)),
+            *(what, reason, remedy(PACKAGE)),
         )
 
 

@@ -1,1 +1,1 @@
-"""What a process has of its machine: threads, memory, signals, addresses, and who started it."""
+"""What a process has of its machine, who started it, and what it prints: threads, memory, signals, tables."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import ModuleType
 from typing import Any
 
@@ -91,6 +92,48 @@ def tensors_entering() -> Iterator[dict[tuple[Any, int], Tensor]]:
         type("_Entering", (mode,), {"__torch_dispatch__": enter})(),
     ):
         yield kept
+
+
+@contextmanager
+def memory_of_results(device: torch.device) -> Iterator[Callable[[], int] | None]:
+    """A context in which the bytes that operations make on a device are counted as they come and go.
+
+    A backward pass counts as well. A view of what entered an operation is nothing new.
+
+    Without the name nothing is counted: `estimate` says so.
+
+    Yields:
+        A function that says how many bytes there were at most at a time; ``None`` where nothing is counted.
+    """
+    mode = find("utils._python_dispatch.TorchDispatchMode")
+    if mode is None:
+        yield None
+        return
+    held, most = dict[int, int](), 0
+
+    def memory(tensors: Any) -> dict[int, torch.UntypedStorage]:
+        found = {}
+        for tensor in optree.tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and tensor.device == device:
+                # Neither zeros without memory, which forward mode makes, nor sparse tensors have a place.
+                with suppress(RuntimeError, NotImplementedError):
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage
+        found.pop(0, None)
+        return found
+
+    def count(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal most
+        result = func(*args, **(kwargs or {}))
+        made = memory(result)
+        for place in made.keys() - held.keys() - memory([args, kwargs]).keys():
+            held[place] = made[place].nbytes()
+            weakref.finalize(made[place], held.pop, place)
+        most = max(most, sum(held.values()))
+        return result
+
+    with type("_Counting", (mode,), {"__torch_dispatch__": count})():
+        yield lambda: most
 
 
 def is_used_up(node: Any) -> bool:

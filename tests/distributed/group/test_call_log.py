@@ -9,7 +9,7 @@ import torch
 
 import torchopt_dist as todist
 from torchopt_dist.distributed.group import call_log
-from torchopt_dist.distributed.group.table import bytes_text
+from torchopt_dist.process.table import bytes_text
 
 
 def scaled(weight, x):

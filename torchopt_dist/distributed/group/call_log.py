@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from torchopt_dist.distributed.group.group import Group
-from torchopt_dist.distributed.group.table import bytes_text, seconds_text
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.process.future import Future
+from torchopt_dist.process.table import bytes_text, seconds_text
 
 __all__ = ["CallLog", "call_log"]
 
