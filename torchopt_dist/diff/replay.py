@@ -31,6 +31,7 @@ from torchopt_dist.core.vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome, Seen
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other, leaf_like
+from torchopt_dist.diff.adjoints._history import History
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
 from torchopt_dist.diff.adjoints._places import state_places
@@ -75,7 +76,9 @@ def lengths(units: int, slots: int, *, again: bool) -> list[int]:
     return [*least, *[1] * again]
 
 
-def replayed(loop: Loop, slots: int | None, store: Store, check: bool) -> Outcome:
+def replayed(
+    loop: Loop, slots: int | None, store: Store, check: bool, history: History | None = None
+) -> Outcome:
     """Run a loop without a graph, and connect its outcome.
 
     Args:
@@ -83,12 +86,14 @@ def replayed(loop: Loop, slots: int | None, store: Store, check: bool) -> Outcom
         slots: how many starts are kept at a time; ``None``: of all units.
         store: where they are kept.
         check: whether to run the first step twice, and demand the same loss and gradients.
+        history: where the starts of segments outlive the process; steps whose ends are there are not run.
 
     Raises:
-        ValueError: the loss depends on tensors that are not declared, makes buffers depend on parameters, or is not the
-            same when it is called again.
+        CheckpointError: the history cannot be read.
+        ValueError: the history is another loop's; the loss depends on tensors that are not declared, makes buffers
+            depend on parameters, or is not the same when it is called again.
     """
-    return _Replay(loop, slots, store, check).run()
+    return _Replay(loop, slots, store, check, history).run()
 
 
 @dataclass
@@ -97,6 +102,7 @@ class _Replay:
     slots: int | None
     store: Store
     check: bool
+    history: History | None = None
     unit: int = 1
     """How many steps are recorded together."""
     losses: list[Tensor] = field(default_factory=list)
@@ -130,7 +136,7 @@ class _Replay:
         ends: dict[int, int] = {}
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
-            if number in ends:
+            if number in ends and number > begin:
                 chain.connect(number, ends[number], self.loop.own(carry))
             if self.loop.is_compiled and number > 0:
                 after, loss, aux = self.loop.training_step(carry, number)
@@ -142,23 +148,44 @@ class _Replay:
             self.losses.append(loss)
             if number == 0:
                 ends.update(self._ends())
+                if self.history is not None:
+                    first = self.loop.first
+                    self.history.keep(0, first, self.tensors(first), [], False)
+                    self.history.begin(self.unit, ends)
             return after, loss, aux
 
-        with attention_by_formula():
-            outcome = self.loop.run(step, self.loop.own(self.loop.first))
+        outcome, is_over = self._recalled(chain, ends)
+        begin = len(self.losses)
+        if not is_over:
+            with attention_by_formula():
+                outcome = self.loop.run(step, self.loop.own(outcome.carry), begin)
         self.loop.model.let_go()
-        if self.losses:
-            number = len(self.losses)
+        if (number := len(self.losses)) > begin:
             left = [slots for end, slots in ends.items() if end >= number]
             last = outcome.carry
             kept = [_own(x) for x in self.tensors(last)]
-            chain.connect(number, left[0], self.carry(kept, last))
+            chain.connect(number, left[0], self.carry(kept, last), is_over=True)
         rest = outcome.carry
         # What a segment starts from is kept with it, and nowhere else.
         self.loop = replace(self.loop, first=self.loop.first._replace(state=()))
         self.watched, self.once = self.loop, self.loop.without_stop()
         losses = [loss for made in chain.losses for loss in made.unbind()]
-        return Outcome(self.carry(chain.tensors, rest), losses, outcome.aux)
+        return Outcome(self.carry(chain.tensors, rest), losses, [None] * begin + outcome.aux)
+
+    def _recalled(self, chain: _Chain, ends: dict[int, int]) -> tuple[Outcome, bool]:
+        """Connect the segments that a history has: where it ends, and whether the loop has ended there."""
+        carry, is_over = self.loop.first, False
+        plan = None if self.history is None else self.history.plan()
+        if self.history is None or plan is None:
+            return Outcome(carry, [], []), is_over
+        self.unit = plan[0]
+        ends.update(plan[1])
+        for number in self.history.steps(ends)[1:]:
+            carry, losses, is_over = self.history.carry(number, self.places, self.carry)
+            self.losses += losses
+            slots = next(slots for end, slots in ends.items() if end >= number)
+            chain.connect(number, slots, carry, is_over=is_over)
+        return Outcome(carry, [], []), is_over
 
     def _ends(self) -> dict[int, int]:
         """The number of the step before which each segment ends → the slots that it has."""
@@ -192,9 +219,22 @@ class _Replay:
         """A carry without its tensors that may have a gradient."""
         return self.carry([_NOTHING] * self.count, carry)
 
-    def node(self, segment: _Segment, tensors: Sequence[Tensor], values: list[Tensor]) -> list[Tensor]:
-        """Connect the values of a segment to the tensors that it was given, as one node that keeps these."""
-        with self._away(tensors[: self.count]):
+    def node(
+        self,
+        segment: _Segment,
+        tensors: Sequence[Tensor],
+        values: list[Tensor],
+        give: Callable[[], list[Tensor]] | None = None,
+    ) -> list[Tensor]:
+        """Connect the values of a segment to the tensors that it was given, as one node that keeps these.
+
+        Args:
+            segment: the segment.
+            tensors: what it was given.
+            values: its values.
+            give: what gives those of the tensors that it starts from, if they are kept already.
+        """
+        with self._away(tensors[: self.count], give):
             return list(remat.apply(segment, *tensors, values=values))
 
     def kept(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
@@ -202,11 +242,13 @@ class _Replay:
         give = self.store.keep(Carry(tensors, None, []))
         return lambda: give().params
 
-    def _away(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    def _away(
+        self, tensors: Sequence[Tensor], given: Callable[[], list[Tensor]] | None = None
+    ) -> AbstractContextManager[object]:
         """A context in which a node keeps its first arguments where the caller wants them."""
         if not self.store.copies:
             return nullcontext()
-        give = self.kept(list(tensors))
+        give = given or self.kept(list(tensors))
         places, waiting = iter(range(len(tensors))), dict[int, Tensor]()
 
         def pack(tensor: Tensor) -> Any:
@@ -363,6 +405,7 @@ class _Replay:
                 "`loss` must give the same whenever a step is run again: the loss of step "
                 f"{first + place} was {one}, and is now {other}; something that it uses was changed in between, or its "
                 "random numbers are not torch's"
+                + ("; or the history is that of another loss" if self.history is not None else "")
             )
 
 
@@ -453,12 +496,16 @@ class _Chain:
         self.tensors, self._rest, self._at = tensors, replay.rest(first), 0
         self.losses: list[Tensor] = []
 
-    def connect(self, end: int, slots: int, carry: Carry) -> None:
-        """Connect the last segment, which has ended before a step with a carry."""
-        replay = self._replay
+    def connect(self, end: int, slots: int, carry: Carry, *, is_over: bool = False) -> None:
+        """Connect the last segment, which has ended before a step with a carry, or with the loop."""
+        replay, give = self._replay, None
         segment = _Segment(replay, self._at, end, slots, self._rest)
-        values = [*replay.tensors(carry), torch.stack(replay.losses[self._at : end])]
-        made = replay.node(segment, [*self.tensors, *self._declared], values)
+        tensors, losses = replay.tensors(carry), replay.losses[self._at : end]
+        if replay.history is not None:
+            replay.history.keep(end, carry, tensors, losses, is_over)
+            give = partial(replay.history.tensors, self._at, replay.places)
+        values = [*tensors, torch.stack(losses)]
+        made = replay.node(segment, [*self.tensors, *self._declared], values, give)
         self.tensors, self._rest, self._at = made[:-1], replay.rest(carry), end
         self.losses.append(made[-1])
 
