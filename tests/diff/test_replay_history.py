@@ -278,3 +278,104 @@ def test_wrong_arguments_are_named(tmp_path):
             lambda w: (w.sum(), 1), todist.sgd(lr=0.1), w, 2, has_aux=True, adjoint=history(tmp_path)
         )
     assert not os.listdir(tmp_path)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Each segment is a step, and each is kept on the way back."""
+    monkeypatch.setattr("torchopt_dist.diff.replay.SMALL", 0)
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._history.EVERY", 0.0)
+
+
+class Cut(Exception):
+    """Raised on the way back."""
+
+
+def cut_off(task: Task, at: int, ask) -> None:
+    """Ask for a gradient of a history that is there, and cut its way back off at the loss's call number ``at``."""
+    loss, task.calls = task.loss, 0
+
+    def cut(w):
+        if task.calls == at:
+            raise Cut
+        return loss(w)
+
+    task.loss = cut
+    with pytest.raises(Cut):
+        ask(task)
+    task.loss, task.calls = loss, 0
+
+
+def many(task, result):
+    made = torch.stack([result.params.sum(), (result.params**2).sum()])
+    return torch.autograd.grad(made, [task.weights, task.first], torch.eye(2, dtype=D), is_grads_batched=True)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("ask", [Task.query, many], ids=["one", "many"])
+def test_a_way_back_goes_on_where_it_was_cut_off(ask, tmp_path):
+    whole = Task()
+    expected = ask(whole, whole.run(todist.Recorded()))
+    Task().run(history(tmp_path))
+    task = Task()
+    cut_off(task, 8, lambda task: ask(task, task.run(history(tmp_path))))
+    assert len(list(tmp_path.glob("way-back-*.pt"))) == 1
+    # Cut off once more, and another query in between.
+    cut_off(task, 2, lambda task: ask(task, task.run(history(tmp_path))))
+    torch.testing.assert_close(
+        torch.autograd.grad(task.run(history(tmp_path)).params[0], task.weights)[0],
+        torch.autograd.grad(whole.run(todist.Recorded()).params[0], whole.weights)[0],
+    )
+    later = Task()
+    torch.testing.assert_close(ask(later, later.run(history(tmp_path))), expected)
+    assert later.calls == STEPS - 10
+    assert not list(tmp_path.glob("way-back-*.pt"))
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+@pytest.mark.usefixtures("always")
+def test_only_the_same_gradient_goes_on(tmp_path):
+    whole = Task()
+    result = whole.run(todist.Recorded())
+    Task().run(history(tmp_path))
+    for place in (0, 1):  # the same gradients to begin with, of other tensors
+        task = Task()
+        cut_off(task, 5, lambda task: task.query(task.run(history(tmp_path))))
+        made = task.run(history(tmp_path))
+        source, other = [task.weights, task.first][place], [whole.weights, whole.first][place]
+        [found] = torch.autograd.grad((made.params**3).sum(), source)
+        [expected] = torch.autograd.grad((result.params**3).sum(), other, retain_graph=True)
+        torch.testing.assert_close(found, expected)
+    made = task.run(history(tmp_path))
+    [found] = torch.autograd.grad((made.params**3).sum() + made.losses[9], task.weights)
+    [expected] = torch.autograd.grad((result.params**3).sum() + result.losses[9], whole.weights)
+    torch.testing.assert_close(found, expected)
+    # A recorded gradient, which is differentiated again, is gone through whole.
+    cut_off(task, 5, lambda task: task.query(task.run(history(tmp_path))))
+    seconds = []
+    for one in (Task(), task):
+        made = one.run(history(tmp_path) if one is task else todist.Recorded())
+        [first] = torch.autograd.grad((made.params**3).sum(), one.weights, create_graph=True)
+        seconds.append(torch.autograd.grad((first**2).sum(), [one.weights, one.first]))
+    torch.testing.assert_close(*seconds)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_way_back_that_cannot_be_kept_or_read_is_gone_again(tmp_path, monkeypatch):
+    whole = Task()
+    expected = whole.query(whole.run(todist.Recorded()))
+    Task().run(history(tmp_path))
+    task = Task()
+    cut_off(task, 5, lambda task: task.query(task.run(history(tmp_path))))
+    [file] = tmp_path.glob("way-back-*.pt")
+    file.write_bytes(file.read_bytes()[:100])
+    torch.testing.assert_close(task.query(task.run(history(tmp_path))), expected)
+    assert task.calls == STEPS
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    result = task.run(history(tmp_path))
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.warns(UserWarning, match="the way back could not be kept, and begins anew .* with room"):
+        torch.testing.assert_close(task.query(result), expected)

@@ -25,13 +25,14 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core import remat
 from torchopt_dist.core.graphs import nodes_between
+from torchopt_dist.core.rows import goes_one_by_one
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome, Seen
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other, leaf_like
-from torchopt_dist.diff.adjoints._history import History
+from torchopt_dist.diff.adjoints._history import History, WayBack
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
 from torchopt_dist.diff.adjoints._places import state_places
@@ -107,6 +108,10 @@ class _Replay:
     """How many steps are recorded together."""
     losses: list[Tensor] = field(default_factory=list)
     """Of the steps, when they ran first."""
+    connected: set[tuple[int, int]] = field(default_factory=set)
+    """Where the segments that have been connected as they ended begin and end."""
+    way: WayBack | None = None
+    """The way back that is kept, of the gradient that came last."""
     seen: list[tuple[int, Tensor]] = field(default_factory=list)
     """Losses of steps that were run again, with the number of the first, that are still to be compared."""
 
@@ -149,9 +154,7 @@ class _Replay:
             if number == 0:
                 ends.update(self._ends())
                 if self.history is not None:
-                    first = self.loop.first
-                    self.history.keep(0, first, self.tensors(first), [], False)
-                    self.history.begin(self.unit, ends)
+                    self.history.begin(self.unit, ends, self.loop.first, self.tensors(self.loop.first))
             return after, loss, aux
 
         outcome, is_over = self._recalled(chain, ends)
@@ -309,16 +312,38 @@ class _Replay:
         wanted: Sequence[int],
         given: Sequence[int],
         bars: Sequence[Tensor],
+        *,
+        recorded: bool,
     ) -> Sequence[OptionalTensor]:
         """Gradients of a segment's values → of its arguments, of which there is no graph."""
         weights: list[OptionalTensor] = [None] * (self.count + 1)
         for place, bar in zip(given, bars, strict=True):
             weights[place] = bar
+        start = [x.detach() for x in tensors[: self.count]]
         back = _Back(self, [place - self.count for place in wanted if place >= self.count])
-        with self.contexts():
-            found = back.through(segment, [x.detach() for x in tensors[: self.count]], weights)
-        found += back.sums
+        way = None if recorded else self._way_back(segment, back.wanted, weights)
+        found = None if way is None else way.known(segment.first, start)
+        if found is None:
+            with self.contexts():
+                found = back.through(segment, start, weights)
+            if way is not None:
+                way.note(segment.first, found, back.sums)
+            found += back.sums
         return [found[place] for place in wanted]
+
+    def _way_back(
+        self, segment: _Segment, wanted: list[int], weights: list[OptionalTensor]
+    ) -> WayBack | None:
+        """The way back of the gradient that is at a segment; ``None`` if it is not kept."""
+        if self.history is None or (segment.first, segment.end) not in self.connected:
+            return None
+        # A gradient of losses comes to all segments, so the first one does not tell which gradient it is.
+        begins = segment.end == len(self.losses)
+        if goes_one_by_one() or weights[-1] is not None:
+            self.way = None
+        elif begins or self.way is None or self.way.wanted != wanted:
+            self.way = WayBack(self.history, weights, wanted) if begins else None
+        return self.way
 
     def parts(self, segment: _Segment) -> list[_Segment]:
         """The segments as which one of several units is run again, each with the start of the whole."""
@@ -421,7 +446,7 @@ class _Back:
     """
 
     def __init__(self, replay: _Replay, wanted: Sequence[int]) -> None:
-        self._replay, self._wanted = replay, wanted
+        self._replay, self.wanted = replay, list(wanted)
         self.sums: list[OptionalTensor] = [None] * len(replay.declared)
         """The gradients of declared tensors, so far."""
 
@@ -453,7 +478,7 @@ class _Back:
 
     def _unit(self, unit: _Segment, now: list[Tensor], weights: list[OptionalTensor]) -> list[OptionalTensor]:
         replay = self._replay
-        declared = [replay.declared[place] for place in self._wanted]
+        declared = [replay.declared[place] for place in self.wanted]
         look = None if replay.has_looked else refuse_undeclared
         replay.has_looked = True
         loop = replay.once
@@ -481,7 +506,7 @@ class _Back:
                     )
                 refuse_left_out(values, inputs)
                 found = pulled_back(values, weights, inputs)
-        for place, more in zip(self._wanted, found[replay.count :], strict=True):
+        for place, more in zip(self.wanted, found[replay.count :], strict=True):
             self.sums[place] = plus(self.sums[place], more)
         if loop.blocks:  # where memory is worth more than time
             give_back()
@@ -503,6 +528,7 @@ class _Chain:
         tensors, losses = replay.tensors(carry), replay.losses[self._at : end]
         if replay.history is not None:
             replay.history.keep(end, carry, tensors, losses, is_over)
+            replay.connected.add((self._at, end))
             give = partial(replay.history.tensors, self._at, replay.places)
         values = [*tensors, torch.stack(losses)]
         made = replay.node(segment, [*self.tensors, *self._declared], values, give)
@@ -533,9 +559,15 @@ class _Segment(remat.Segment):
             return replay.graph(loop, self, now, declared)
 
     def pull(
-        self, tensors: list[Tensor], wanted: list[int], given: list[int], bars: Sequence[Tensor]
+        self,
+        tensors: list[Tensor],
+        wanted: list[int],
+        given: list[int],
+        bars: Sequence[Tensor],
+        *,
+        recorded: bool,
     ) -> Sequence[OptionalTensor]:
-        return self.replay.pull(self, tensors, wanted, given, bars)
+        return self.replay.pull(self, tensors, wanted, given, bars, recorded=recorded)
 
 
 def _own(tensor: Tensor) -> Tensor:

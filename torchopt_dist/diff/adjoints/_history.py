@@ -10,24 +10,32 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.core.types import OptState
+from torchopt_dist.core.rows import of_rows, rows_of
+from torchopt_dist.core.types import OptionalTensor, OptState
+from torchopt_dist.core.vjp import plus
 from torchopt_dist.diff.adjoints._carry import Carry
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._store import bytes_of
 from torchopt_dist.errors import CheckpointError
 
-__all__ = ["History"]
+__all__ = ["History", "WayBack"]
+
+EVERY = 60.0
+"""Seconds from one time that a way back is kept to the next."""
 
 _LOOP, _WRITING = "loop.json", ".writing-"
 _PLAIN = (Tensor, bool, int, float, str, type(None))
@@ -71,8 +79,9 @@ class History:
                 )
         return unit, ends
 
-    def begin(self, unit: int, ends: dict[int, int]) -> None:
-        """Say of which loop the history is, which is then known."""
+    def begin(self, unit: int, ends: dict[int, int], first: Carry, tensors: Sequence[Tensor]) -> None:
+        """Keep what the loop starts from, and say of which loop the history is."""
+        self.keep(0, first, tensors, [], False)
         text = json.dumps({"of": self._of, "unit": unit, "ends": ends}, indent=1)
         self._write(_LOOP, lambda file: file.write(text.encode()), 0)
 
@@ -118,11 +127,11 @@ class History:
             "losses": torch.stack([*losses]) if losses else None,
             "over": over,
         }
-        leaves, structure = pytree.flatten(content)
+        leaves, structure = pytree.flatten(cast("Any", content))
         # Copies, since of a view torch saves all that it is a view of.
         cpu = [x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x for x in leaves]
         made = pytree.unflatten(structure, cpu)
-        self._write(self._path(number).name, lambda file: torch.save(made, file), bytes_of(cpu))
+        self.write(self._path(number).name, made, bytes_of(cpu))
 
     def tensors(self, number: int, places: Sequence[int]) -> list[Tensor]:
         """The tensors that may have a gradient of what a step starts from: parameters, the state's at ``places``."""
@@ -140,6 +149,18 @@ class History:
         carry = made(_moved(held["tensors"], like), Carry(self._first.params, rest, buffers))
         losses = [] if held["losses"] is None else held["losses"].to(self._params[0].device).unbind()
         return carry, list(losses), held["over"]
+
+    def write(self, name: str, content: Any, size: int) -> None:
+        """Write a file of tensors, whole or not at all.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        self._write(name, lambda file: torch.save(content, file), size)
+
+    def path(self, name: str) -> Path:
+        """Where a file is."""
+        return self._folder / name
 
     def _path(self, number: int) -> Path:
         return self._folder / f"start-{number}.pt"
@@ -177,6 +198,81 @@ class History:
                 os.unlink(temporary)
 
 
+class WayBack:
+    """The way of one gradient back through the segments of a history, kept every so often.
+
+    The segments that it has been through before give zeros, and the last of these what had been found there.
+
+    Args:
+        history: the history; the way's file lies beside it.
+        bars: the gradients that it begins with, by which it is known again.
+        wanted: the places of declared tensors whose gradients are asked for.
+    """
+
+    def __init__(self, history: History, bars: Sequence[OptionalTensor], wanted: Sequence[int]) -> None:
+        rows = [None if bar is None else rows_of(bar)[0] for bar in bars]
+        known = hashlib.sha256(repr([wanted, *map(_outline, rows)]).encode())
+        for tensor in rows:
+            known.update(b"" if tensor is None else _bytes_of(tensor))
+        self._name = f"way-back-{known.hexdigest()[:16]}.pt"
+        self._history, self.wanted = history, list(wanted)
+        self._sums: list[OptionalTensor] = []
+        self._saved: dict[str, Any] = {}
+        self._written = time.monotonic()
+        with contextlib.suppress(Exception):  # one that cannot be read is gone again
+            self._saved = torch.load(history.path(self._name), weights_only=True, mmap=True)
+
+    def known(self, first: int, tensors: Sequence[Tensor]) -> list[OptionalTensor] | None:
+        """The gradients of a segment's tensors and of what is declared, if the way was past it; or ``None``.
+
+        Args:
+            first: the number of the segment's first step.
+            tensors: those that the segment starts from.
+        """
+        if first < self._saved.get("first", math.inf):
+            return None
+        device = tensors[0].device
+        if first > self._saved["first"]:  # as many at a time as there were
+            zeros: list[OptionalTensor] = [
+                torch.zeros_like(x)
+                if like is None
+                else of_rows(torch.zeros_like(like[0], device=device), like[1])
+                for x, like in zip(tensors, self._saved["found"], strict=True)
+            ]
+            return [*zeros, *[None] * len(self._saved["sums"])]
+        found, self._sums = (
+            [None if x is None else of_rows(x[0].to(device), x[1]) for x in self._saved[name]]
+            for name in ("found", "sums")
+        )
+        return found + self._sums
+
+    def note(self, first: int, found: Sequence[OptionalTensor], sums: Sequence[OptionalTensor]) -> None:
+        """Note what was found at a segment that begins with step ``first``; after the first segment it is over."""
+        if first == 0:
+            self._history.path(self._name).unlink(missing_ok=True)
+            return
+        self._sums = list(map(plus, self._sums, sums)) if self._sums else list(sums)
+        if time.monotonic() - self._written < EVERY:
+            return
+        kept = {"found": list(map(_kept_rows, found)), "sums": list(map(_kept_rows, self._sums))}
+        try:
+            self._history.write(
+                self._name, {"first": first, **kept}, bytes_of(pytree.flatten(cast("Any", kept))[0])
+            )
+        except OSError as error:
+            warnings.warn(
+                f"the way back could not be kept, and begins anew if it is cut off: {error}", stacklevel=2
+            )
+        self._written = time.monotonic()
+
+
+def _kept_rows(tensor: OptionalTensor) -> tuple[Tensor, bool] | None:
+    if tensor is None:
+        return None
+    rows, batched = rows_of(tensor)
+    return rows.detach().to("cpu", copy=True), batched
+
+
 def _moved(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Values to the devices of others."""
     return [
@@ -198,7 +294,7 @@ def _description(loop: Loop) -> dict[str, Any]:
     for values in of.values():
         for x in values:
             if isinstance(x, Tensor):
-                numbers.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                numbers.update(_bytes_of(x))
             else:
                 numbers.update(repr(x).encode())
     return {
@@ -212,3 +308,7 @@ def _description(loop: Loop) -> dict[str, Any]:
 
 def _outline(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
