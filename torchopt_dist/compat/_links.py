@@ -53,18 +53,7 @@ def chain(*transformations: transform.GradientTransformation) -> transform.Gradi
 
 
 def chain_flat(*transformations: transform.GradientTransformation) -> transform.GradientTransformation:
-    """:func:`torchopt_dist.chain`, whose foreign links get flat lists of tensors.
-
-    Example:
-        >>> import torch
-        >>> def update(updates, state, *, params=None, inplace=True):
-        ...     return [2 * x for x in updates], state
-        >>> impl = chain_flat(transform.GradientTransformation(len, update), todist.sgd(lr=1.0))
-        >>> w = {"a": torch.ones(1), "b": torch.ones(1)}
-        >>> state = impl.init(w)
-        >>> state[0], impl.update(w, state)[0]
-        (2, {'a': tensor([-2.]), 'b': tensor([-2.])})
-    """
+    """:func:`torchopt_dist.chain`, whose foreign links get flat lists of tensors."""
     chained = todist.chain(*transformations)
     links = getattr(chained, "transformations", ())
     if all(map(_takes_trees, links)):
