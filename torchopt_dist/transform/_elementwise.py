@@ -154,11 +154,12 @@ def _update(
     }
     old = [pick(field, places) for field in fields.values()]
     _check_shapes(places, grads, dict(zip(fields, old, strict=True)))
-    inplace = inplace and not torch.is_grad_enabled() and not foreach.are_batched(grads)
+    is_compiling = torch.compiler.is_compiling()
+    inplace = inplace and not torch.is_grad_enabled() and (is_compiling or not foreach.are_batched(grads))
     moved, *new = formula(as_real(grads), *(as_real(field) for field in old), inplace=inplace)
     for (name, field), before, after in zip(fields.items(), old, new, strict=True):
         after = as_complex(after, before)
-        if inplace:  # all of the state or nothing, also where a kernel has made new tensors
+        if inplace and not is_compiling:  # all of the state, also where a kernel has made new tensors
             after = [x if x is y else y.copy_(x) for x, y in zip(after, before, strict=True)]
         fields[name] = put(field, places, after)
     changed = {name: pytree.unflatten(spec, field) for name, field in fields.items()}
