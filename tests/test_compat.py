@@ -35,12 +35,12 @@ assert torchopt.distributed.parallelize is todist.parallelize is ours.paralleliz
 assert todist.module_clone is torchopt.module_clone is module_clone is ours.module_clone
 assert todist.autograd is torchopt.distributed.autograd and todist.autograd.context is context is ours.autograd.context
 assert issubclass(MetaSGD, ours.MetaSGD) and GradientTransformation is ours.GradientTransformation
-assert chain.flat is ours.chain and torchopt.chain is chain
+assert chain.flat is torchopt.chain_flat and torchopt.chain is chain
 assert extract_state_dict is ours.extract_state_dict and stop_gradient is ours.stop_gradient
 assert torchopt.__version__ == ours.__version__
 assert "parallelize" in dir(todist) and "MetaSGD" in dir(torchopt) and "module_clone" in dir(torchopt.nn)
 assert torchopt.AdaDelta is ours.Adadelta and torchopt.optim.MetaAdaGrad is ours.MetaAdagrad
-assert torchopt.combine.chain_flat is ours.chain and "chain_flat" in dir(torchopt)
+assert torchopt.combine.chain_flat is chain.flat and "chain_flat" in dir(torchopt)
 assert torchopt.transform.scale_by_accelerated_adam is ours.transform.scale_by_adam
 assert callable(ours.optim.sgd), "an import of torchopt.optim.sgd, a module, leaves ours alone"
 assert pickle.loads(pickle.dumps(torchopt.SGD)) is torchopt.SGD and issubclass(torchopt.SGD, ours.SGD)

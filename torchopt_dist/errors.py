@@ -13,7 +13,7 @@ The tree::
     ├── WorkerFailedError        (RuntimeError)     a launched worker ended without an answer: killed, crashed, exited
     ├── AgentFailedError         (RuntimeError)     the process that looks after the launched workers of a host died
     ├── CollectiveError          (ConnectionError)  a message among ranks that run one inner loop failed
-    ├── CheckpointError          (RuntimeError)     there are checkpoints, but none that can be loaded
+    ├── CheckpointError          (RuntimeError)     there are checkpoints or a history, but none that can be loaded
     └── CallTimeoutError         (TimeoutError)     a call outlasted the ``timeout`` that was asked for
 
 A wrong argument is a plain :class:`ValueError` or :class:`TypeError` that names the argument, the rule and
@@ -224,4 +224,4 @@ class CallTimeoutError(TodistError, TimeoutError):
 
 
 class CheckpointError(TodistError, RuntimeError):
-    """There are checkpoints, but none that can be loaded; the message names each and says why."""
+    """There are checkpoints or a history, but none that can be loaded; the message names each and says why."""

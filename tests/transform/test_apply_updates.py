@@ -31,7 +31,10 @@ def test_a_parameter_keeps_its_dtype():
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_wrong_structure_or_shape_is_refused(inplace):
     with pytest.raises(ValueError, match="`updates` must have the structure of `params`"):
-        apply_updates([torch.ones(2)], (torch.ones(2),), inplace=inplace)
+        apply_updates([torch.ones(2)], {"a": torch.ones(2)}, inplace=inplace)
+    moved = apply_updates([torch.ones(2)], (torch.ones(2),), inplace=inplace)
+    assert type(moved) is list, "a list and a tuple are the same, and parameters keep their kind"
+    assert moved[0].tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match=r"leaf 0 must have \(2, 2\), got \(2,\)"):
         apply_updates([torch.ones(2, 2)], [torch.ones(2)], inplace=inplace)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torchopt_dist as todist
+from torchopt_dist.compat._links import without_identity
 from torchopt_dist.transform import GradientTransformation
 
 __all__ = ["Adam", "AdamW", "MetaAdam", "MetaAdamW", "adam", "adamw"]
@@ -28,12 +29,12 @@ def _with_fused(options: dict[str, Any]) -> dict[str, Any]:
 
 def adam(*args: Any, **options: Any) -> GradientTransformation:
     """:func:`torchopt_dist.adam`."""
-    return todist.adam(*args, **_with_fused(options))
+    return without_identity(todist.adam(*args, **_with_fused(options)))
 
 
 def adamw(*args: Any, **options: Any) -> GradientTransformation:
     """:func:`torchopt_dist.adamw`."""
-    return todist.adamw(*args, **_with_fused(options))
+    return without_identity(todist.adamw(*args, **_with_fused(options)))
 
 
 class Adam(todist.Adam):

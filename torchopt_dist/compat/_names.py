@@ -14,7 +14,7 @@ from torch.futures import Future
 
 import torchopt_dist as todist
 from torchopt_dist import transform
-from torchopt_dist.compat import _accelerated_op, _orders
+from torchopt_dist.compat import _accelerated_op, _links, _orders
 from torchopt_dist.compat._second_names import SECOND_NAMES
 from torchopt_dist.core.types import OptionalTensor, TensorTree
 from torchopt_dist.diff import implicit, zero_order
@@ -83,9 +83,10 @@ FLAT: dict[str, Any] = {
     "MetaSGD": _orders.MetaSGD,
     "SGD": _orders.SGD,
     "UninitializedState": _orders.UninitializedState,
-    "chain": _orders.chain,
-    "chain_flat": todist.chain,
+    "chain": _links.chain,
+    "chain_flat": _links.chain_flat,
     "nan_to_num": _orders.nan_to_num,
+    "sgd": _links.sgd,
     **{name: getattr(_accelerated_op, name) for name in _accelerated_op.__all__},
 }
 """Names that any of TorchOpt's modules may offer."""
@@ -94,6 +95,7 @@ IMPLICIT: dict[str, Any] = {"ImplicitMetaGradientModule": todist.nn.ImplicitMeta
 ZERO_ORDER: dict[str, Any] = {"ZeroOrderGradientModule": todist.nn.ZeroOrderGradientModule}
 NAMES: dict[str, dict[str, Any]] = {
     "": FLAT,
+    "alias.utils": _links.ALIAS_UTILS,
     **dict.fromkeys(("diff.implicit", "diff.implicit.nn", "diff.implicit.nn.module"), IMPLICIT),
     "diff.implicit.decorator": {"custom_root": implicit.custom_root},
     **dict.fromkeys(("diff.zero_order", "diff.zero_order.nn", "diff.zero_order.nn.module"), ZERO_ORDER),
@@ -103,6 +105,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "nn": {"reparameterize": todist.nn.reparametrize},
     "nn.stateless": {"reparameterize": todist.nn.reparametrize},
     "transform": {"scale_by_accelerated_adam": transform.scale_by_adam},
+    "transform.utils": _links.TRANSFORM_UTILS,
     "pytree": {
         "tree_flatten_as_tuple": tree_flatten_as_tuple,
         **{name: getattr(optree, name) for name in OPTREE},

@@ -12,7 +12,7 @@ import torchopt_dist as todist
 from torchopt_dist import linear_solve, pytree, transform
 from torchopt_dist.core.types import Numeric, ScalarOrSchedule
 
-__all__ = ["SGD", "MetaSGD", "UninitializedState", "chain", "nan_to_num", "solve_inv"]
+__all__ = ["SGD", "MetaSGD", "UninitializedState", "nan_to_num", "solve_inv"]
 
 
 class UninitializedState(NamedTuple):
@@ -71,20 +71,6 @@ class MetaSGD(todist.MetaSGD):
             maximize=maximize,
             **options,
         )
-
-
-class _Chain:
-    """:func:`torchopt_dist.chain`, which is flat, as TorchOpt's ``chain.flat`` is."""
-
-    flat = staticmethod(todist.chain)
-
-    def __call__(
-        self, *transformations: transform.GradientTransformation
-    ) -> transform.GradientTransformation:
-        return todist.chain(*transformations)
-
-
-chain = _Chain()
 
 
 def nan_to_num(

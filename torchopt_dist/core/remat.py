@@ -41,9 +41,23 @@ class Segment(ABC):
 
     @abstractmethod
     def pull(
-        self, tensors: list[Tensor], wanted: list[int], given: list[int], bars: Sequence[Tensor]
+        self,
+        tensors: list[Tensor],
+        wanted: list[int],
+        given: list[int],
+        bars: Sequence[Tensor],
+        *,
+        recorded: bool,
     ) -> Sequence[OptionalTensor]:
-        """The gradients of the arguments at ``wanted``, from those of the values at ``given``."""
+        """The gradients of the arguments at ``wanted``, from those of the values at ``given``.
+
+        Args:
+            tensors: the arguments.
+            wanted: places of arguments.
+            given: places of values.
+            bars: their gradients.
+            recorded: whether the gradients that are returned may be differentiated themselves.
+        """
 
 
 def apply(function: PureFn, *tensors: Tensor, values: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
@@ -99,9 +113,10 @@ class _Remat(torch.autograd.Function):
         ]
         found: list[OptionalTensor] = [None] * (2 + len(tensors))
         if wanted and given:
-            pulled = _Pulled(ctx.function, len(tensors), wanted, given)
+            recorded = torch.is_grad_enabled() or transforms_are_active()
+            pulled = _Pulled(ctx.function, len(tensors), wanted, given, recorded)
             arguments = [*tensors, *[bars[place] for place in given]]
-            if torch.is_grad_enabled() or transforms_are_active():
+            if recorded:
                 made = apply(pulled, *arguments)
                 grads: Sequence[OptionalTensor] = [
                     None if place in pulled.unused else grad for place, grad in zip(wanted, made, strict=True)
@@ -126,8 +141,11 @@ class _Remat(torch.autograd.Function):
 class _Pulled:
     """A function's arguments, the gradients of some of its values → the gradients of some of the arguments."""
 
-    def __init__(self, function: PureFn, count: int, wanted: list[int], given: list[int]) -> None:
+    def __init__(
+        self, function: PureFn, count: int, wanted: list[int], given: list[int], recorded: bool = True
+    ) -> None:
         self.function, self.count, self.wanted, self.given = function, count, wanted, given
+        self.recorded = recorded
         self.unused: set[int] = set()
         """Which arguments are not used, as far as that can be seen; a node has to give something for them."""
 
@@ -141,7 +159,7 @@ class _Pulled:
         """The gradients; ``None`` for an argument that is not used, as far as that can be seen."""
         arguments, bars = list(tensors[: self.count]), tensors[self.count :]
         if isinstance(self.function, Segment) and not torch.is_grad_enabled():
-            return self.function.pull(arguments, self.wanted, self.given, bars)
+            return self.function.pull(arguments, self.wanted, self.given, bars, recorded=self.recorded)
         if transforms_are_active():
             points = [arguments[place] for place in self.wanted]
             made: Any = torch.func.vjp(self._function_of(arguments), *points)

@@ -8,7 +8,9 @@ are computed outside of that; and where a backward needs to see a number, it run
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,11 +24,42 @@ from torchopt_dist.torch_private import (
     rows_of_gradient,
 )
 
-__all__ = ["in_rows"]
+__all__ = ["goes_one_by_one", "in_rows", "of_rows", "rows_of"]
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 _REFUSALS = ("vmap", "Batching rule")
 """Of what torch's errors say one, where an operation cannot go over many gradients."""
+
+
+_level: ContextVar[int | None] = ContextVar("level", default=0)
+
+
+def goes_one_by_one() -> bool:
+    """Whether a backward is called for one of many gradients, or nothing is known of the many."""
+    return _level.get() is None
+
+
+def rows_of(tensor: Tensor) -> tuple[Tensor, bool]:
+    """The gradients that a tensor stands for, along dimension 0, and whether it stands for many; else itself."""
+    level = _level.get()
+    if level and is_batched_gradient(tensor):
+        return rows_of_gradient(tensor, level), True
+    return tensor, False
+
+
+def of_rows(rows: Tensor, batched: bool) -> Tensor:
+    """The reverse of :func:`rows_of`, for what was batched there."""
+    level = _level.get()
+    return batched_gradient(rows, level) if level and batched else rows
+
+
+@contextmanager
+def _at_level(level: int | None) -> Iterator[None]:
+    before = _level.set(level)
+    try:
+        yield
+    finally:
+        _level.reset(before)
 
 
 def in_rows(backward: Backward) -> Backward:
@@ -36,7 +69,7 @@ def in_rows(backward: Backward) -> Backward:
     def of_any(ctx: Any, *bars: OptionalTensor) -> Any:
         if not any(bar is not None and is_batched_gradient(bar) for bar in bars):
             return backward(ctx, *bars)
-        with outside_of_batched_gradients() as level:
+        with outside_of_batched_gradients() as level, _at_level(level):
             try:
                 return backward(ctx, *bars)
             except RuntimeError as error:
@@ -47,10 +80,13 @@ def in_rows(backward: Backward) -> Backward:
                 for bar in bars
             ]
             count = next(len(own) for own in rows if own is not None)
-            found = [
-                backward(ctx, *[bar if own is None else own[n] for bar, own in zip(bars, rows, strict=True)])
-                for n in range(count)
-            ]
+            with _at_level(None):
+                found = [
+                    backward(
+                        ctx, *[bar if own is None else own[n] for bar, own in zip(bars, rows, strict=True)]
+                    )
+                    for n in range(count)
+                ]
             return tuple(_together(own, level) for own in zip(*found, strict=True))
 
     return cast("Backward", of_any)

@@ -25,12 +25,14 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core import remat
 from torchopt_dist.core.graphs import nodes_between
+from torchopt_dist.core.rows import goes_one_by_one
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vjp import plus, pulled_back
 from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome, Seen
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other, leaf_like
+from torchopt_dist.diff.adjoints._history import History, WayBack
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
 from torchopt_dist.diff.adjoints._places import state_places
@@ -87,7 +89,9 @@ def unit_of(loss: Tensor, own: int, steps: int) -> int:
     return max(1, min(SMALL // max(1, OF_LOSS * (graph + own)), math.isqrt(steps)))
 
 
-def replayed(loop: Loop, slots: int | None, store: Store, check: bool) -> Outcome:
+def replayed(
+    loop: Loop, slots: int | None, store: Store, check: bool, history: History | None = None
+) -> Outcome:
     """Run a loop without a graph, and connect its outcome.
 
     Args:
@@ -95,12 +99,14 @@ def replayed(loop: Loop, slots: int | None, store: Store, check: bool) -> Outcom
         slots: how many starts are kept at a time; ``None``: of all units.
         store: where they are kept.
         check: whether to run the first step twice, and demand the same loss and gradients.
+        history: where the starts of segments outlive the process; steps whose ends are there are not run.
 
     Raises:
-        ValueError: the loss depends on tensors that are not declared, makes buffers depend on parameters, or is not the
-            same when it is called again.
+        CheckpointError: the history cannot be read.
+        ValueError: the history is another loop's; the loss depends on tensors that are not declared, makes buffers
+            depend on parameters, or is not the same when it is called again.
     """
-    return _Replay(loop, slots, store, check).run()
+    return _Replay(loop, slots, store, check, history).run()
 
 
 @dataclass
@@ -109,10 +115,15 @@ class _Replay:
     slots: int | None
     store: Store
     check: bool
+    history: History | None = None
     unit: int = 1
     """How many steps are recorded together."""
     losses: list[Tensor] = field(default_factory=list)
     """Of the steps, when they ran first."""
+    connected: set[tuple[int, int]] = field(default_factory=set)
+    """Where the segments that have been connected as they ended begin and end."""
+    way: WayBack | None = None
+    """The way back that is kept, of the gradient that came last."""
     seen: list[tuple[int, Tensor]] = field(default_factory=list)
     """Losses of steps that were run again, with the number of the first, that are still to be compared."""
 
@@ -142,7 +153,7 @@ class _Replay:
         ends: dict[int, int] = {}
 
         def step(carry: Carry, number: int) -> tuple[Carry, Tensor, Any]:
-            if number in ends:
+            if number in ends and number > begin:
                 chain.connect(number, ends[number], self.loop.own(carry))
             if self.loop.is_compiled and number > 0:
                 after, loss, aux = self.loop.training_step(carry, number)
@@ -154,23 +165,42 @@ class _Replay:
             self.losses.append(loss)
             if number == 0:
                 ends.update(self._ends())
+                if self.history is not None:
+                    self.history.begin(self.unit, ends, self.loop.first, self.tensors(self.loop.first))
             return after, loss, aux
 
-        with attention_by_formula():
-            outcome = self.loop.run(step, self.loop.own(self.loop.first))
+        outcome, is_over = self._recalled(chain, ends)
+        begin = len(self.losses)
+        if not is_over:
+            with attention_by_formula():
+                outcome = self.loop.run(step, self.loop.own(outcome.carry), begin)
         self.loop.model.let_go()
-        if self.losses:
-            number = len(self.losses)
+        if (number := len(self.losses)) > begin:
             left = [slots for end, slots in ends.items() if end >= number]
             last = outcome.carry
             kept = [_own(x) for x in self.tensors(last)]
-            chain.connect(number, left[0], self.carry(kept, last))
+            chain.connect(number, left[0], self.carry(kept, last), is_over=True)
         rest = outcome.carry
         # What a segment starts from is kept with it, and nowhere else.
         self.loop = replace(self.loop, first=self.loop.first._replace(state=()))
         self.watched, self.once = self.loop, self.loop.without_stop()
         losses = [loss for made in chain.losses for loss in made.unbind()]
-        return Outcome(self.carry(chain.tensors, rest), losses, outcome.aux)
+        return Outcome(self.carry(chain.tensors, rest), losses, [None] * begin + outcome.aux)
+
+    def _recalled(self, chain: _Chain, ends: dict[int, int]) -> tuple[Outcome, bool]:
+        """Connect the segments that a history has: where it ends, and whether the loop has ended there."""
+        carry, is_over = self.loop.first, False
+        plan = None if self.history is None else self.history.plan()
+        if self.history is None or plan is None:
+            return Outcome(carry, [], []), is_over
+        self.unit = plan[0]
+        ends.update(plan[1])
+        for number in self.history.steps(ends)[1:]:
+            carry, losses, is_over = self.history.carry(number, self.places, self.carry)
+            self.losses += losses
+            slots = next(slots for end, slots in ends.items() if end >= number)
+            chain.connect(number, slots, carry, is_over=is_over)
+        return Outcome(carry, [], []), is_over
 
     def _ends(self) -> dict[int, int]:
         """The number of the step before which each segment ends → the slots that it has."""
@@ -204,9 +234,22 @@ class _Replay:
         """A carry without its tensors that may have a gradient."""
         return self.carry([_NOTHING] * self.count, carry)
 
-    def node(self, segment: _Segment, tensors: Sequence[Tensor], values: list[Tensor]) -> list[Tensor]:
-        """Connect the values of a segment to the tensors that it was given, as one node that keeps these."""
-        with self._away(tensors[: self.count]):
+    def node(
+        self,
+        segment: _Segment,
+        tensors: Sequence[Tensor],
+        values: list[Tensor],
+        give: Callable[[], list[Tensor]] | None = None,
+    ) -> list[Tensor]:
+        """Connect the values of a segment to the tensors that it was given, as one node that keeps these.
+
+        Args:
+            segment: the segment.
+            tensors: what it was given.
+            values: its values.
+            give: what gives those of the tensors that it starts from, if they are kept already.
+        """
+        with self._away(tensors[: self.count], give):
             return list(remat.apply(segment, *tensors, values=values))
 
     def kept(self, tensors: list[Tensor]) -> Callable[[], list[Tensor]]:
@@ -214,11 +257,13 @@ class _Replay:
         give = self.store.keep(Carry(tensors, None, []))
         return lambda: give().params
 
-    def _away(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    def _away(
+        self, tensors: Sequence[Tensor], given: Callable[[], list[Tensor]] | None = None
+    ) -> AbstractContextManager[object]:
         """A context in which a node keeps its first arguments where the caller wants them."""
         if not self.store.copies:
             return nullcontext()
-        give = self.kept(list(tensors))
+        give = given or self.kept(list(tensors))
         places, waiting = iter(range(len(tensors))), dict[int, Tensor]()
 
         def pack(tensor: Tensor) -> Any:
@@ -279,16 +324,38 @@ class _Replay:
         wanted: Sequence[int],
         given: Sequence[int],
         bars: Sequence[Tensor],
+        *,
+        recorded: bool,
     ) -> Sequence[OptionalTensor]:
         """Gradients of a segment's values → of its arguments, of which there is no graph."""
         weights: list[OptionalTensor] = [None] * (self.count + 1)
         for place, bar in zip(given, bars, strict=True):
             weights[place] = bar
+        start = [x.detach() for x in tensors[: self.count]]
         back = _Back(self, [place - self.count for place in wanted if place >= self.count])
-        with self.contexts():
-            found = back.through(segment, [x.detach() for x in tensors[: self.count]], weights)
-        found += back.sums
+        way = None if recorded else self._way_back(segment, back.wanted, weights)
+        found = None if way is None else way.known(segment.first, start)
+        if found is None:
+            with self.contexts():
+                found = back.through(segment, start, weights)
+            if way is not None:
+                way.note(segment.first, found, back.sums)
+            found += back.sums
         return [found[place] for place in wanted]
+
+    def _way_back(
+        self, segment: _Segment, wanted: list[int], weights: list[OptionalTensor]
+    ) -> WayBack | None:
+        """The way back of the gradient that is at a segment; ``None`` if it is not kept."""
+        if self.history is None or (segment.first, segment.end) not in self.connected:
+            return None
+        # A gradient of losses comes to all segments, so the first one does not tell which gradient it is.
+        begins = segment.end == len(self.losses)
+        if goes_one_by_one() or weights[-1] is not None:
+            self.way = None
+        elif begins or self.way is None or self.way.wanted != wanted:
+            self.way = WayBack(self.history, weights, wanted) if begins else None
+        return self.way
 
     def parts(self, segment: _Segment) -> list[_Segment]:
         """The segments as which one of several units is run again, each with the start of the whole."""
@@ -373,6 +440,7 @@ class _Replay:
                 "`loss` must give the same whenever a step is run again: the loss of step "
                 f"{first + place} was {one}, and is now {other}; something that it uses was changed in between, or its "
                 "random numbers are not torch's"
+                + ("; or the history is that of another loss" if self.history is not None else "")
             )
 
 
@@ -388,7 +456,7 @@ class _Back:
     """
 
     def __init__(self, replay: _Replay, wanted: Sequence[int]) -> None:
-        self._replay, self._wanted = replay, wanted
+        self._replay, self.wanted = replay, list(wanted)
         self.sums: list[OptionalTensor] = [None] * len(replay.declared)
         """The gradients of declared tensors, so far."""
 
@@ -420,7 +488,7 @@ class _Back:
 
     def _unit(self, unit: _Segment, now: list[Tensor], weights: list[OptionalTensor]) -> list[OptionalTensor]:
         replay = self._replay
-        declared = [replay.declared[place] for place in self._wanted]
+        declared = [replay.declared[place] for place in self.wanted]
         look = None if replay.has_looked else refuse_undeclared
         replay.has_looked = True
         loop = replay.once
@@ -448,7 +516,7 @@ class _Back:
                     )
                 refuse_left_out(values, inputs)
                 found = pulled_back(values, weights, inputs)
-        for place, more in zip(self._wanted, found[replay.count :], strict=True):
+        for place, more in zip(self.wanted, found[replay.count :], strict=True):
             self.sums[place] = plus(self.sums[place], more)
         if loop.blocks:  # where memory is worth more than time
             give_back()
@@ -463,12 +531,17 @@ class _Chain:
         self.tensors, self._rest, self._at = tensors, replay.rest(first), 0
         self.losses: list[Tensor] = []
 
-    def connect(self, end: int, slots: int, carry: Carry) -> None:
-        """Connect the last segment, which has ended before a step with a carry."""
-        replay = self._replay
+    def connect(self, end: int, slots: int, carry: Carry, *, is_over: bool = False) -> None:
+        """Connect the last segment, which has ended before a step with a carry, or with the loop."""
+        replay, give = self._replay, None
         segment = _Segment(replay, self._at, end, slots, self._rest)
-        values = [*replay.tensors(carry), torch.stack(replay.losses[self._at : end])]
-        made = replay.node(segment, [*self.tensors, *self._declared], values)
+        tensors, losses = replay.tensors(carry), replay.losses[self._at : end]
+        if replay.history is not None:
+            replay.history.keep(end, carry, tensors, losses, is_over)
+            replay.connected.add((self._at, end))
+            give = partial(replay.history.tensors, self._at, replay.places)
+        values = [*tensors, torch.stack(losses)]
+        made = replay.node(segment, [*self.tensors, *self._declared], values, give)
         self.tensors, self._rest, self._at = made[:-1], replay.rest(carry), end
         self.losses.append(made[-1])
 
@@ -496,9 +569,15 @@ class _Segment(remat.Segment):
             return replay.graph(loop, self, now, declared)
 
     def pull(
-        self, tensors: list[Tensor], wanted: list[int], given: list[int], bars: Sequence[Tensor]
+        self,
+        tensors: list[Tensor],
+        wanted: list[int],
+        given: list[int],
+        bars: Sequence[Tensor],
+        *,
+        recorded: bool,
     ) -> Sequence[OptionalTensor]:
-        return self.replay.pull(self, tensors, wanted, given, bars)
+        return self.replay.pull(self, tensors, wanted, given, bars, recorded=recorded)
 
 
 def _own(tensor: Tensor) -> Tensor:

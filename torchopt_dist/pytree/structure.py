@@ -36,6 +36,8 @@ def flatten(tree: PyTree[Any]) -> tuple[list[Any], PyTreeSpec]:
 def flatten_like(spec: PyTreeSpec, tree: PyTree[Any], name: str, like: str) -> list[Any]:
     """Take apart a tree that must have a given structure.
 
+    A list and a tuple are the same structure.
+
     Args:
         spec: the structure, from :func:`flatten`.
         tree: the tree.
@@ -62,7 +64,8 @@ def _differ(got: PyTreeSpec, spec: PyTreeSpec) -> bool:
     """
     if not (_BEFORE_2_13 and torch.compiler.is_compiling()) and got == spec:
         return False
-    if got.type is not spec.type or got.entries() != spec.entries():
+    kinds = [tuple if kind is list else kind for kind in (got.type, spec.type)]
+    if kinds[0] is not kinds[1] or got.entries() != spec.entries():
         return True
     return any(_differ(one, other) for one, other in zip(got.children(), spec.children(), strict=True))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.types import OptState, Params, TensorTree, Updates
+from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import as_complex, as_real, check_tensors, pick, present, put
 from torchopt_dist.transform.base import GradientTransformation, of_elements
 
@@ -153,13 +154,14 @@ def _update(
     }
     old = [pick(field, places) for field in fields.values()]
     _check_shapes(places, grads, dict(zip(fields, old, strict=True)))
-    moved, *new = formula(
-        as_real(grads),
-        *(as_real(field) for field in old),
-        inplace=inplace and not torch.is_grad_enabled(),
-    )
+    is_compiling = torch.compiler.is_compiling()
+    inplace = inplace and not torch.is_grad_enabled() and (is_compiling or not foreach.are_batched(grads))
+    moved, *new = formula(as_real(grads), *(as_real(field) for field in old), inplace=inplace)
     for (name, field), before, after in zip(fields.items(), old, new, strict=True):
-        fields[name] = put(field, places, as_complex(after, before))
+        after = as_complex(after, before)
+        if inplace and not is_compiling:  # all of the state, also where a kernel has made new tensors
+            after = [x if x is y else y.copy_(x) for x, y in zip(after, before, strict=True)]
+        fields[name] = put(field, places, after)
     changed = {name: pytree.unflatten(spec, field) for name, field in fields.items()}
     return (
         pytree.unflatten(spec, put(leaves, places, as_complex(moved, grads))),

@@ -158,4 +158,5 @@ def _schedule_update(
 ) -> tuple[Updates, OptState]:
     factor = check_said("lr" if sign < 0 else "step_size_fn", schedule(state.step.to(torch.float64)))
     updates, _ = _scale_update(factor, sign, updates, EmptyState())
-    return updates, ScaleByScheduleState(state.step + 1)
+    step = state.step.add_(1) if inplace and not torch.is_grad_enabled() else state.step + 1
+    return updates, ScaleByScheduleState(step)

@@ -12,6 +12,7 @@ from torch import nn
 from torchopt_dist import pytree
 from torchopt_dist.arguments.options import unless
 from torchopt_dist.diff.adjoints._block_nodes import by_blocks
+from torchopt_dist.diff.adjoints._history import History
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
 from torchopt_dist.diff.adjoints._samples import samples_around
@@ -58,13 +59,21 @@ class Replayed(Adjoint):
         sharded: with ``inner_loop(..., parallel=...)``: each rank keeps its part of snapshots, and gathers them when
             they are needed; ``memory`` is that of one rank.
         check: evaluate the first step twice, and raise an error unless loss and gradient are the same.
+        keep: with a folder as ``store``: the snapshots stay there when the process ends. The same loop with the same
+            folder then runs no step that is in the history, also in another process: it gives the same result, and
+            gradients by it. A loop that was killed goes on from its last snapshot. Functions that ``inner_loop`` calls
+            at each step are not called for steps that are not run.
 
     Raises:
         TypeError: an argument has the wrong type; from ``inner_loop``: a block returns something else than a tree of
             tensors and numbers.
-        ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; from ``inner_loop``: ``memory`` is
-            less than a snapshot takes, a tensor that the loss uses is not in ``meta``, ``blocks`` are not in the module
-            or hand on tensors by other ways than their arguments and results, or ``check`` finds a difference.
+        CheckpointError: from ``inner_loop`` or a backward pass: a history that is kept cannot be read.
+        OSError: from ``inner_loop``: the folder has no room; what it has stays.
+        ValueError: ``memory`` and ``snapshots`` are both given, or one is below 1; ``keep`` without a folder; from
+            ``inner_loop``: the folder has the history of another loop, ``keep`` with ``parallel`` or ``has_aux``,
+            ``memory`` is less than a snapshot takes, a tensor that the loss uses is not in ``meta``, ``blocks`` are not
+            in the module or hand on tensors by other ways than their arguments and results, or ``check`` finds a
+            difference.
         RuntimeError: from a backward pass: a step that is run again has another loss than it had.
 
     Example:
@@ -83,6 +92,7 @@ class Replayed(Adjoint):
     blocks: nn.Module | Literal["auto"] | None = None
     sharded: bool = False
     check: bool = False
+    keep: bool = False
 
     def __post_init__(self) -> None:
         if self.memory is not None:
@@ -102,6 +112,10 @@ class Replayed(Adjoint):
             )
         if self.store is not None and not isinstance(self.store, (str, Path)):
             raise TypeError(f"`store` must be 'cpu' or a folder, got {type(self.store).__name__}")
+        if not isinstance(self.keep, bool):
+            raise TypeError(f"`keep` must be True or False, got {type(self.keep).__name__} {self.keep!r}")
+        if self.keep and self.store in (None, "cpu"):
+            raise ValueError(f"`store` must be a folder with `keep`, got {self.store!r}")
         if self.blocks not in (None, "auto") and not isinstance(self.blocks, (nn.Sequential, nn.ModuleList)):
             raise TypeError(
                 f"`blocks` must be an nn.Sequential, an nn.ModuleList or 'auto', got {type(self.blocks).__name__}"
@@ -130,7 +144,15 @@ class Replayed(Adjoint):
 
     def _replayed(self, loop: Loop) -> Outcome:
         store = Store(self.store, loop.ranks if self.sharded else None)
-        return replayed(loop, self._slots(loop), store, self.check)
+        history = None
+        if self.keep and self.store is not None:
+            if loop.ranks is not None or loop.has_aux:
+                raise ValueError(
+                    f"`keep` must be False with `{'has_aux' if loop.has_aux else 'parallel'}`: the history has neither "
+                    "what else losses return nor the parts of other ranks"
+                )
+            history = History(Path(self.store), loop)
+        return replayed(loop, self._slots(loop), store, self.check, history)
 
     def _slots(self, loop: Loop) -> int | None:
         """How many starts there is room for; ``None`` for all."""
