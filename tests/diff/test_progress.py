@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import eager
 
 import torchopt_dist as todist
 from torchopt_dist.core import programs
@@ -85,7 +86,7 @@ def test_without_grad_mode_and_in_an_optimizer_s_run() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_a_compiled_loop_tells_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": "eager"})
+    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": eager})
     told: list[int] = []
     w = torch.ones(3, requires_grad=True)
     todist.inner_loop(

@@ -141,11 +141,11 @@ class Variant:
         self._name, self._captured = name, captured
         self._made: dict[Any, Program] = {}
 
-    def program(self, function: Callable[..., Any], check: Callable[[Any], None] | None = None) -> Program:
-        """The program of a pure function; ``check`` raises for a graph that must not become one."""
+    def program(self, function: Callable[..., Any], look: Callable[[Any], None] | None = None) -> Program:
+        """The program of a pure function; ``look`` is as that of :class:`Program`."""
         if function not in self._made:
             self._made[function] = Program(
-                function, self._name, check, changed=self.changed, captured=self._captured
+                function, self._name, look, changed=self.changed, captured=self._captured
             )
         return self._made[function]
 
@@ -156,7 +156,7 @@ class Program:
     Args:
         function: a function of tensors, numbers, and of what is the same at each call.
         name: what the log calls it.
-        check: raises for a graph that must not become a program.
+        look: is shown the graph, which it may change; raises for one that must not become a program.
         changed: where numbers have changed since the first call, in words of a meaning.
         captured: on a GPU, capture the program as a CUDA graph where grad mode is off. A graph writes its results to
             the same memory at each run, so each call copies them.
@@ -166,13 +166,13 @@ class Program:
         self,
         function: Callable[..., Any],
         name: str,
-        check: Callable[[Any], None] | None = None,
+        look: Callable[[Any], None] | None = None,
         *,
         changed: Collection[str] = (),
         captured: bool = False,
     ) -> None:
         self._changed = changed
-        self._function, self._name, self._check, self._captured = function, name, check, captured
+        self._function, self._name, self._look, self._captured = function, name, look, captured
         self._takes_numbers = not captured  # of which torch's are tensors of the CPU
         self._compiled, self._refusal, self.has_run = self._compile(), "", False
 
@@ -182,8 +182,8 @@ class Program:
         own = types.FunctionType(code, self._function.__globals__, closure=self._function.__closure__)
         own.__kwdefaults__ = self._function.__kwdefaults__
         how = how_to_compile(captured=self._captured)
-        if self._check is not None:
-            how["backend"] = partial(_checked, self._check, how["backend"])
+        if self._look is not None:
+            how["backend"] = partial(_seen, self._look, how["backend"])
         return torch.compile(own, fullgraph=True, dynamic=None if self._takes_numbers else False, **how)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -274,11 +274,11 @@ def _inductor(captured: bool, graph: Any, inputs: Sequence[Any]) -> Any:
     return import_module("torch._inductor").compile(graph, inputs, options)
 
 
-def _checked(
-    check: Callable[[Any], None], backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
+def _seen(
+    look: Callable[[Any], None], backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
 ) -> Any:
     """What a backend makes of a graph, after a look at it."""
-    check(graph)
+    look(graph)
     return backend(graph, inputs)
 
 
@@ -303,7 +303,13 @@ def _tell(text: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """What the compiler says first, without who says it, and what to do where no C++ compiler is installed."""
+    """What the compiler says first, without who says it, and what to do where no C++ compiler is installed.
+
+    Where the code raises an error, that error's text.
+    """
+    raised = re.search(r"raised exception \w+\(\W*?(?:ConstantVariable\(str: )?(['\"])(.*?)\1", str(error))
+    if raised:
+        return raised[2]
     lines = [line for line in str(error).strip().splitlines() if not line.endswith("raised:")]
     first = lines[0] if lines else type(error).__name__
     if "C++ compiler" not in first:

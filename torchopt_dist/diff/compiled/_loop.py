@@ -36,6 +36,7 @@ from torchopt_dist.diff.compiled._functions import (
     pulled_step,
     step,
 )
+from torchopt_dist.formulas.traced import with_formulas
 from torchopt_dist.torch_private import as_input, hooks_of_all_modules, transforms_are_active
 
 __all__ = ["CompiledLoop", "compiled"]
@@ -227,7 +228,7 @@ class CompiledLoop(Loop):
                 parts = self.parts._replace(call=call, optimizer=optimizer)
                 given: Any = batch
                 given = optree.tree_map(_with_inputs, given, none_is_leaf=True)
-                return variant.program(function)(parts, *arguments(given))
+                return variant.program(function, with_formulas)(parts, *arguments(given))
 
             return programs.run([("its batch", one) for one in batch], run, otherwise, base=base)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.types import OptionalTensor, TensorContainer
-from torchopt_dist.formulas.traced import TracedFormulas
+from torchopt_dist.formulas.traced import TracedFormulas, with_formulas
 from torchopt_dist.nn._traced_module import named_parameters, parts_of, replace_parameters, traced_copy
 from torchopt_dist.torch_private import buffers_of, traced_leaf
 
@@ -120,18 +120,22 @@ def _made(task: Task, filled: list[Any], by_module: dict[int, dict[str, Tensor]]
         place for place in range(len(leaves)) if filled[place] is not leaves[place] or place in task.mapped
     ]
     own = [filled[place] for place in own_places]
-    if task.number is None:
-        return one_task(by_module, own)
-    with TracedFormulas():
+    with TracedFormulas(in_transform=task.number is not None):
+        if task.number is None:
+            return one_task(by_module, own)
         return torch.func.vmap(one_task, randomness="different")(by_module, own)
 
 
 def check_inputs(graph: Any) -> None:
-    """Raise :class:`NotImplementedError` for a graph of :func:`values_and_gradients` whose function has another input.
+    """As :func:`with_formulas`; raise for a graph of :func:`values_and_gradients` whose function has another input.
 
     Of its own arguments a program takes the values only; another tensor that wants a gradient is one that the function
     closes over.
+
+    Raises:
+        NotImplementedError: it has one.
     """
+    with_formulas(graph)
     for node in graph.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         wants = isinstance(value, Tensor) and value.requires_grad

@@ -29,6 +29,7 @@ from torchopt_dist.distributed.worker._traced_tasks import (
     values_and_gradients,
 )
 from torchopt_dist.distributed.worker.buffers import Place, Returning, buffers_in, differs
+from torchopt_dist.formulas.traced import with_formulas
 from torchopt_dist.torch_private import note_attributes
 
 __all__ = ["LARGE", "CompiledTask"]
@@ -73,6 +74,10 @@ class CompiledTask:
         spec = optree.tree_structure(places, none_is_leaf=True)
 
         def run(variant: Variant, function: Any, *leaves: Any) -> Any:
+            if variant.first.alias:  # in a copy of the module it would be the module's own
+                raise RefusedError(
+                    f"{variant.first.alias} is also a parameter, buffer or sub-module: leave the attribute out"
+                )
             slots, buffers = self._buffers_of(leaves, mapped, rebuild)
             tensors = [buffer.tensor.detach() for buffer in buffers]
             number = leaves[mapped[0]].shape[0] if mapped else None
@@ -140,7 +145,7 @@ def _run(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
 def _with_a_graph(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        made, buffers = variant.program(values)(task)
+        made, buffers = variant.program(values, with_formulas)(task)
     return made if recorded else optree.tree_map(_detached, made, none_is_leaf=True), buffers
 
 
