@@ -110,14 +110,17 @@ class Record(NamedTuple):
             if own != other:
                 yield own[0]
 
-    def differs_at(self, other: Record) -> str:
-        """Where this key, or otherwise a number, first differs from another one."""
-        for place, own, there in zip(self.places, self.key, other.key, strict=False):
-            if own != there:
-                return place
-        if len(self.key) != len(other.key):
-            return self.places[min(len(other.key), len(self.places)) - 1]
-        return next(self.changed(other), "a number that it reads")
+    def differs_at(self, *others: Record) -> str:
+        """Where this key, or otherwise a number, first differs from the one that it has most in common with."""
+
+        def common(other: Record) -> int:
+            pairs = zip(self.key, other.key, strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        other = max(others, key=common)
+        if self.key == other.key:
+            return next(self.changed(other), "a number that it reads")
+        return self.places[min(common(other), len(self.places) - 1)]
 
 
 class Meaning:
@@ -162,7 +165,8 @@ class Meaning:
             around = (torch.get_default_dtype(), torch.get_default_device(), *autocast())
             self._note("autocast, or torch's default dtype or device", around)
         alias = next((place for one, place in self._attributes if one in self._parts), "")
-        self.record = Record(*map(tuple, (self._key, self._places, self._numbers, self._alive)), alias)
+        key, places, numbers, alive = map(tuple, (self._key, self._places, self._numbers, self._alive))
+        self.record = Record(key, places, numbers, alive, alias)
         if base is not None:
             self.things = [*base.things, *self.things]
             self.record = Record(*map(operator.add, base.record, self.record))

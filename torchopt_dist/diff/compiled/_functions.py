@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchopt_dist.core.programs import detached
 from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
@@ -176,7 +177,7 @@ def gradient(
         grads[place] = grad
     if not record:
         loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
-        aux = None if aux is None else optree.tree_map(_detached, aux)
+        aux = detached(aux)
     return loss, aux, grads, buffers
 
 
@@ -272,7 +273,3 @@ def _leaves(template: Any, tree: Any) -> list[Any]:
     found: dict[int, Any] = {}
     optree.tree_map(lambda place, leaf: found.setdefault(place, leaf), template, tree)
     return [found[place] for place in range(len(found))]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

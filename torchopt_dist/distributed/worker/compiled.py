@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.meaning import RefusedError
-from torchopt_dist.core.programs import CompileMode, Variant, code_of, programs_of
+from torchopt_dist.core.programs import CompileMode, Variant, code_of, detached, programs_of
 from torchopt_dist.core.second_order import with_refusal
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
@@ -146,7 +146,7 @@ def _with_a_graph(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         made, buffers = variant.program(values, with_formulas)(task)
-    return made if recorded else optree.tree_map(_detached, made, none_is_leaf=True), buffers
+    return made if recorded else detached(made), buffers
 
 
 class _Loss(torch.autograd.Function):
@@ -191,7 +191,3 @@ def _names(spec: Any) -> list[str]:
     """What messages call each argument, of those of a structure."""
     found = (accessor.codify("") for accessor in spec.accessors())
     return [f"{'kwargs' if name.startswith('[1]') else 'args'}{name[3:]}" for name in found]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
