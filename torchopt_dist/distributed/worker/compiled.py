@@ -76,7 +76,8 @@ class CompiledTask:
         def run(variant: Variant, function: Any, *leaves: Any) -> Any:
             if variant.first.alias:  # in a copy of the module it would be the module's own
                 raise RefusedError(
-                    f"{variant.first.alias} is also a parameter, buffer or sub-module: leave the attribute out"
+                    f"{variant.first.alias} is also a parameter, buffer or sub-module: hold it "
+                    "in one place, or in a torch.nn.ModuleList"
                 )
             slots, buffers = self._buffers_of(leaves, mapped, rebuild)
             tensors = [buffer.tensor.detach() for buffer in buffers]
