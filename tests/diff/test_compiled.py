@@ -16,6 +16,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager, eager
 from torch.nn import functional as F
 
 import torchopt_dist as todist
@@ -43,7 +44,7 @@ def _traced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     """Programs are traced, not made into kernels, and none is there yet; that a program is not made is an error."""
     of_table = "optimizer" in request.node.name
     if not (request.node.name == "test_kernels" or (of_table and MORE)):
-        backend = "eager" if of_table else "aot_eager"
+        backend = eager if of_table else aot_eager
         monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": backend})
     programs.programs_of.cache_clear()
     torch.compiler.reset()
@@ -308,6 +309,14 @@ def test_tensors_of_batches_that_depend_on_each_other() -> None:
 
 def test_a_normalized_module_with_buffers() -> None:
     assert_same(todist.Replayed(), net(nn.BatchNorm1d(5), nn.LayerNorm(5)), lambda lr: todist.adam(lr=lr))
+
+
+@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed()], ids=repr)
+def test_weight_norm_is_differentiated_by_its_formula(adjoint: Any) -> None:
+    """Torch takes the norms for constants."""
+    module = net()
+    nn.utils.parametrizations.weight_norm(module[0])
+    assert_same(adjoint, module, lambda lr: todist.sgd(lr=lr))
 
 
 def test_frozen_and_unused_parameters_stay_as_they_are() -> None:

@@ -186,8 +186,9 @@ def test_hooks_for_all_modules_are_refused_by_name() -> None:
     both(run)
     handle = nn.modules.module.register_module_forward_hook(tripled)
     try:
-        with pytest.warns(UserWarning, match="`register_module_forward_hook`"):
+        with pytest.warns(UserWarning, match="`register_module_forward_hook`: register them for the modules"):
             both(run)
+        both(run)  # said once
     finally:
         handle.remove()
 
@@ -444,7 +445,8 @@ def test_one_program_too_many_switches_no_other_off(
 
 
 def test_one_shape_too_many_switches_no_other_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "LIMIT", 2)
+    """The limit is that of the environment variable, which may rise while the process runs."""
+    monkeypatch.setenv("TODIST_COMPILE_LIMIT", "2")
     w = torch.ones(1, requires_grad=True)
 
     def run(rows: int, compile: bool) -> list[Tensor]:
@@ -457,8 +459,40 @@ def test_one_shape_too_many_switches_no_other_off(monkeypatch: pytest.MonkeyPatc
 
     for rows in (1, 2):
         both(functools.partial(run, rows))
-    with pytest.warns(UserWarning, match="since its batch differs from that in each of its 2 programs"):
+    with pytest.warns(
+        UserWarning,
+        match="since its batch differs from that in each of its 2 programs: .* TODIST_COMPILE_LIMIT=4",
+    ):
         both(functools.partial(run, 3))
     for rows in (1, 2):
         both(functools.partial(run, rows))
     assert len(made) == 2
+    monkeypatch.setenv("TODIST_COMPILE_LIMIT", "3")
+    for rows in (3, 2, 1):
+        both(functools.partial(run, rows))
+    assert len(made) == 3
+    for wrong in ("0", "many", "-1"):
+        monkeypatch.setenv("TODIST_COMPILE_LIMIT", wrong)
+        with pytest.raises(
+            ValueError, match=f"TODIST_COMPILE_LIMIT must be a number from 1 on, got '{wrong}'"
+        ):
+            run(1, True)
+
+
+def test_what_is_one_too_many_is_told_by_the_program_that_is_most_like_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TODIST_COMPILE_LIMIT", "2")
+    w = torch.ones(2, requires_grad=True)
+
+    def run(mode: str, power: bool, x: Tensor, compile: bool) -> list[Tensor]:
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            made = (w * x).sum() ** (2 if power else 1)
+            return made if mode == "a" else -made
+
+        return [todist.inner_loop(loss, todist.sgd(lr=0.01), w, [x], compile=compile).losses]
+
+    for mode, power in (("a", True), ("b", False)):
+        both(functools.partial(run, mode, power, X[0]))
+    with pytest.warns(UserWarning, match="since `power` differs from that in each of its 2 programs"):
+        both(functools.partial(run, "a", False, X[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import eager
 
 import torchopt_dist as todist
 from torchopt_dist.core import programs
@@ -85,7 +87,7 @@ def test_without_grad_mode_and_in_an_optimizer_s_run() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_a_compiled_loop_tells_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": "eager"})
+    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": eager})
     told: list[int] = []
     w = torch.ones(3, requires_grad=True)
     todist.inner_loop(
@@ -97,6 +99,45 @@ def test_a_compiled_loop_tells_too(monkeypatch: pytest.MonkeyPatch) -> None:
         callback=lambda number, loss: told.append(number),
     )
     assert told == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("progress", [True, False])
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+@pytest.mark.parametrize("way", ["inner_loop", "run"])
+def test_a_compilation_says_so_in_a_pipe(
+    progress: bool, level: int, way: str, shown: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On standard error, unless the log says it already."""
+    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": eager})
+    programs.programs_of.cache_clear()
+    pipe, net = shown(io.StringIO()), torch.nn.Linear(1, 1)
+    optimizer = todist.MetaSGD(net, lr=0.1)
+    given: dict[str, Any] = {"compile": True, "progress": progress, "adjoint": todist.Replayed()}
+    with caplog.at_level(level, logger="torchopt_dist"):
+        if way == "run":
+            optimizer.run(lambda net: net(torch.ones(2, 1)).square().mean(), 2, **given)
+        else:
+            net = todist.inner_loop(
+                lambda net: net(torch.ones(2, 1)).square().mean(), todist.sgd(lr=0.1), net, 2, **given
+            ).params
+        before = len(pipe.getvalue().splitlines())
+        next(net.parameters()).sum().backward()
+    lines = pipe.getvalue().splitlines()
+    told = [record.getMessage() for record in caplog.records if record.name == "torchopt_dist"]
+    if level == logging.INFO:
+        assert not lines
+        assert told
+    elif not progress:
+        assert not lines
+    else:
+        assert (
+            lines[0]
+            == "torchopt_dist: compiling an inner loop, which takes some 10 to 65 s at its first call"
+        )
+        assert re.fullmatch(r"torchopt_dist: compiled an inner loop in \d+\.\d s", lines[1])
+        assert len(lines) > before, "the derivative of a step is compiled in the backward pass"
 
 
 @pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])

@@ -26,6 +26,7 @@ at each call.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import os
@@ -56,7 +57,11 @@ _ATOMS = frozenset(
 _OF_C = (BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
+_REGISTERS = ("_parameters", "_buffers", "_modules")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+
+
+_count = itertools.count()
 
 
 class RefusedError(Exception):
@@ -78,7 +83,8 @@ class Family:
     def home(self, number: int) -> ModuleType:
         """The module with this number for functions that have none, where the compiler looks."""
         if number == len(self._homes):
-            home = ModuleType(f"torchopt_dist_sent_{id(self)}_{number}")
+            # By a name that no other family ever has: the compiler keeps modules by their names.
+            home = ModuleType(f"torchopt_dist_sent_{next(_count)}")
             sys.modules[home.__name__] = home
             weakref.finalize(self, sys.modules.pop, home.__name__, None)
             self._homes.append(home)
@@ -95,6 +101,8 @@ class Record(NamedTuple):
     """Those that the key has by class only, and where they are."""
     alive: tuple[Any, ...]
     """What the key knows by identity."""
+    alias: str
+    """Where a part of a module, or a tensor of it, is in another attribute, too; empty if nowhere."""
 
     def changed(self, first: Record) -> Iterator[str]:
         """Where numbers are others than in a record with the same key."""
@@ -102,14 +110,17 @@ class Record(NamedTuple):
             if own != other:
                 yield own[0]
 
-    def differs_at(self, other: Record) -> str:
-        """Where this key, or otherwise a number, first differs from another one."""
-        for place, own, there in zip(self.places, self.key, other.key, strict=False):
-            if own != there:
-                return place
-        if len(self.key) != len(other.key):
-            return self.places[min(len(other.key), len(self.places)) - 1]
-        return next(self.changed(other), "a number that it reads")
+    def differs_at(self, *others: Record) -> str:
+        """Where this key, or otherwise a number, first differs from the one that it has most in common with."""
+
+        def common(other: Record) -> int:
+            pairs = zip(self.key, other.key, strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        other = max(others, key=common)
+        if self.key == other.key:
+            return next(self.changed(other), "a number that it reads")
+        return self.places[min(common(other), len(self.places) - 1)]
 
 
 class Meaning:
@@ -141,7 +152,11 @@ class Meaning:
         self._new: dict[int, dict[str, Any]] = {}
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
         """A container, a key in it, what is there, and what is there at home."""
-        self._is_fixed = False
+        self._is_fixed = self._is_attribute = False
+        self._parts: set[int] = set()
+        """The ids of what modules hold as parameters, buffers and sub-modules."""
+        self._attributes: list[tuple[int, str]] = []
+        """The ids of modules and tensors that are in other attributes of modules, and where."""
         self._note("how arguments are nested", kind)
         self.things = [self._visit(thing, place) for place, thing in things]
         if base is None:
@@ -149,7 +164,9 @@ class Meaning:
                 self._visit(hooks, "hooks of all modules")
             around = (torch.get_default_dtype(), torch.get_default_device(), *autocast())
             self._note("autocast, or torch's default dtype or device", around)
-        self.record = Record(tuple(self._key), tuple(self._places), tuple(self._numbers), tuple(self._alive))
+        alias = next((place for one, place in self._attributes if one in self._parts), "")
+        key, places, numbers, alive = map(tuple, (self._key, self._places, self._numbers, self._alive))
+        self.record = Record(key, places, numbers, alive, alias)
         if base is not None:
             self.things = [*base.things, *self.things]
             self.record = Record(*map(operator.add, base.record, self.record))
@@ -211,6 +228,8 @@ class Meaning:
                 self._note(place, kind)
                 self._numbers.append((place, thing))
             return thing
+        if self._is_attribute and isinstance(thing, (Tensor, nn.Module)):
+            self._attributes.append((id(thing), place))
         if id(thing) in self._made:
             number, made = self._made[id(thing)]
             self._note(place, ("again", number))
@@ -229,7 +248,9 @@ class Meaning:
         elif isinstance(thing, nn.Module):
             self._visit(kind, place)
             self._note_itself(place, kind.forward)  # also of torch's classes, where somebody may replace it
-            self._entries(vars(thing), place, is_object=True)
+            if not self._is_attribute:
+                self._parts.add(id(thing))
+            self._entries(vars(thing), place, is_object=True, is_module=True)
         elif isinstance(thing, (tuple, functools.partial)) or (
             is_structure(thing) and not hasattr(thing, "__dict__")
         ):
@@ -262,17 +283,22 @@ class Meaning:
         self._made[id(thing)] = number, made
         return made
 
-    def _entries(self, entries: Any, place: str, *, is_object: bool = False) -> None:
+    def _entries(self, entries: Any, place: str, *, is_object: bool = False, is_module: bool = False) -> None:
         """Note those of a list, a dictionary or an object; a function that was sent is replaced there."""
+        before = self._is_attribute
         for key, value in list(entries.items()) if isinstance(entries, dict) else enumerate(entries):
             if is_object and key in _OF_MODULES and (not value or "state_dict" in key):
                 continue  # most modules have no hooks, and those of checkpoints do not run here
             where = f"{place}.{key}" if is_object else f"{place}[{key!r}]"
             if isinstance(entries, dict):
                 self._fixed(key, place)
+            if is_module:
+                self._is_attribute = key not in _REGISTERS
+                self._parts.update(() if self._is_attribute else map(id, value.values()))
             made = self._visit(value, where)
             if made is not value:
                 self._replaced.append((entries, key, value, made))
+        self._is_attribute = before
 
     def _structure(self, thing: Any, place: str) -> Any:
         parts = parts_of(thing)
@@ -353,6 +379,7 @@ class Meaning:
                         f"{place}, which was sent by value, reads the global name `{min(known)}`"
                     )
         self._is(function, made)
+        before, self._is_attribute = self._is_attribute, False  # a copy of a module has the same functions
         for name in ("__defaults__", "__kwdefaults__"):
             new = self._visit(getattr(function, name), f"{place}.{name}")
             if is_sent:
@@ -378,6 +405,7 @@ class Meaning:
                 if isinstance(value, ModuleType) and not _is_library(value):
                     for attribute in sorted(mentioned.attributes & vars(value).keys()):
                         self._fixed(vars(value)[attribute], f"`{name}.{attribute}`")
+        self._is_attribute = before
         return made
 
 

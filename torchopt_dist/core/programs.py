@@ -21,20 +21,33 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal
 
+import optree
 import torch
+from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.meaning import Family, Meaning, Record, RefusedError
 from torchopt_dist.core.reached import parts_of
 from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients
 
-__all__ = ["CompileMode", "Program", "Programs", "Variant", "check_mode", "code_of", "programs_of"]
+__all__ = [
+    "CompileMode",
+    "Program",
+    "Programs",
+    "Variant",
+    "check_mode",
+    "code_of",
+    "detached",
+    "programs_of",
+]
 
 CompileMode = bool | Literal["reduce-overhead"]
 """Whether to compile; ``"reduce-overhead"``: on a GPU as CUDA graphs."""
 
+VARIABLE = "TODIST_COMPILE_LIMIT"
 LIMIT = 16
-"""Of the variants of one function, such as one for each shape, and of the programs that a number decides in one."""
+"""Of the variants of one function, such as one for each shape, and of the programs that a number decides in one, where
+the environment variable does not say it."""
 
 _OF_LIBRARIES = (
     "_import_torch_dot_",
@@ -121,14 +134,19 @@ class Programs:
         with self.family.lock:
             found = self.variants.get(record.key)
             if found is None:
-                if len(self.variants) >= LIMIT:
-                    raise RefusedError(self._one_too_many(record, [*self.variants.values()][-1].first))
+                if len(self.variants) >= limit():
+                    raise RefusedError(
+                        self._one_too_many(record, *(one.first for one in self.variants.values()))
+                    )
                 found = self.variants[record.key] = Variant(self._name, self._captured, record)
             return found
 
-    def _one_too_many(self, record: Record, other: Record) -> str:
-        where = record.differs_at(other)
-        return f"{where} differs from that in each of its {LIMIT} programs: make what changes a tensor"
+    def _one_too_many(self, record: Record, *others: Record) -> str:
+        where, most = record.differs_at(*others), limit()
+        return (
+            f"{where} differs from that in each of its {most} programs: make what changes a tensor, or have more "
+            f"of them by the environment variable {VARIABLE}={2 * most}"
+        )
 
 
 class Variant:
@@ -141,11 +159,17 @@ class Variant:
         self._name, self._captured = name, captured
         self._made: dict[Any, Program] = {}
 
-    def program(self, function: Callable[..., Any], check: Callable[[Any], None] | None = None) -> Program:
-        """The program of a pure function; ``check`` raises for a graph that must not become one."""
+    def program(
+        self,
+        function: Callable[..., Any],
+        look: Callable[[Any], None] | None = None,
+        *,
+        aloud: bool = False,
+    ) -> Program:
+        """The program of a pure function; ``look`` and ``aloud`` are as those of :class:`Program`."""
         if function not in self._made:
             self._made[function] = Program(
-                function, self._name, check, changed=self.changed, captured=self._captured
+                function, self._name, look, changed=self.changed, captured=self._captured, aloud=aloud
             )
         return self._made[function]
 
@@ -156,23 +180,25 @@ class Program:
     Args:
         function: a function of tensors, numbers, and of what is the same at each call.
         name: what the log calls it.
-        check: raises for a graph that must not become a program.
+        look: is shown the graph, which it may change; raises for one that must not become a program.
         changed: where numbers have changed since the first call, in words of a meaning.
         captured: on a GPU, capture the program as a CUDA graph where grad mode is off. A graph writes its results to
             the same memory at each run, so each call copies them.
+        aloud: say that it is being compiled also where the output is no terminal and the log does not tell it.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         name: str,
-        check: Callable[[Any], None] | None = None,
+        look: Callable[[Any], None] | None = None,
         *,
         changed: Collection[str] = (),
         captured: bool = False,
+        aloud: bool = False,
     ) -> None:
-        self._changed = changed
-        self._function, self._name, self._check, self._captured = function, name, check, captured
+        self._changed, self._aloud = changed, aloud
+        self._function, self._name, self._look, self._captured = function, name, look, captured
         self._takes_numbers = not captured  # of which torch's are tensors of the CPU
         self._compiled, self._refusal, self.has_run = self._compile(), "", False
 
@@ -182,8 +208,8 @@ class Program:
         own = types.FunctionType(code, self._function.__globals__, closure=self._function.__closure__)
         own.__kwdefaults__ = self._function.__kwdefaults__
         how = how_to_compile(captured=self._captured)
-        if self._check is not None:
-            how["backend"] = partial(_checked, self._check, how["backend"])
+        if self._look is not None:
+            how["backend"] = partial(_seen, self._look, how["backend"])
         return torch.compile(own, fullgraph=True, dynamic=None if self._takes_numbers else False, **how)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -196,7 +222,7 @@ class Program:
             raise RefusedError(self._refusal)
         begun = time.perf_counter()
         if not self.has_run:
-            _tell(f"compiling {self._name}, which takes some 10 to 65 s at its first call")
+            _tell(f"compiling {self._name}, which takes some 10 to 65 s at its first call", self._aloud)
         try:
             made = self._run(arguments)
         except Exception as error:
@@ -210,14 +236,14 @@ class Program:
             raise RefusedError(self._refusal) from error
         if not self.has_run:
             self.has_run = True
-            _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s")
+            _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s", self._aloud)
         return made
 
     def _run(self, arguments: Sequence[Any]) -> Any:
         captured = self._captured and not torch.is_grad_enabled()
         if captured:
             torch.compiler.cudagraph_mark_step_begin()  # nobody holds results of earlier calls, but copies
-        with tracing_gradients(LIMIT, filter(None, map(_source, self._changed))):
+        with tracing_gradients(limit(), filter(None, map(_source, self._changed))):
             made = self._compiled(*arguments)
         return pytree.map_tensors(torch.clone, made) if captured else made
 
@@ -239,12 +265,25 @@ def programs_of(code: Any, name: str, mode: CompileMode) -> Programs:
     return Programs(name, mode)
 
 
+def limit() -> int:
+    """How many programs one function may have; see :data:`LIMIT`.
+
+    Raises:
+        ValueError: the environment variable has no number from 1 on.
+    """
+    said = os.environ.get(VARIABLE, "").strip()
+    if said and not (said.isdecimal() and int(said)):
+        raise ValueError(f"the environment variable {VARIABLE} must be a number from 1 on, got {said!r}")
+    return int(said or LIMIT)
+
+
 def check_mode(compile: object) -> None:
-    """Check that it is a :data:`CompileMode`.
+    """Check that it is a :data:`CompileMode`, and the limit of programs, too.
 
     Raises:
         TypeError, ValueError: it is not.
     """
+    limit()
     if isinstance(compile, str) and compile != "reduce-overhead":
         raise ValueError(f'`compile` must be True, False or "reduce-overhead", got {compile!r}')
     if not isinstance(compile, (bool, str)):
@@ -274,12 +313,19 @@ def _inductor(captured: bool, graph: Any, inputs: Sequence[Any]) -> Any:
     return import_module("torch._inductor").compile(graph, inputs, options)
 
 
-def _checked(
-    check: Callable[[Any], None], backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
+def _seen(
+    look: Callable[[Any], None], backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
 ) -> Any:
     """What a backend makes of a graph, after a look at it."""
-    check(graph)
+    look(graph)
     return backend(graph, inputs)
+
+
+def detached(tree: Any) -> Any:
+    """The values of a tree, where the compiler traces, too."""
+    return optree.tree_map(
+        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree, none_is_leaf=True
+    )
 
 
 def code_of(function: Any) -> Any:
@@ -295,15 +341,22 @@ def _guards_of_user(guards: Sequence[Any]) -> list[bool]:
     return [not any(name in guard.name for name in _OF_LIBRARIES) for guard in guards]
 
 
-def _tell(text: str) -> None:
-    """Say it in the log, and in a terminal once a host, where somebody may wait."""
+def _tell(text: str, aloud: bool) -> None:
+    """Say it in the log, and once a host in a terminal, where somebody may wait, or ``aloud`` in the log's place."""
     _log.info(text)
-    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+    shows = sys.stderr.isatty() or (aloud and not _log.isEnabledFor(logging.INFO))
+    if shows and os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"torchopt_dist: {text}", file=sys.stderr, flush=True)
 
 
 def _first_line(error: Exception) -> str:
-    """What the compiler says first, without who says it, and what to do where no C++ compiler is installed."""
+    """What the compiler says first, without who says it, and what to do where no C++ compiler is installed.
+
+    Where the code raises an error, that error's text.
+    """
+    raised = re.search(r"raised exception \w+\(\W*?(?:ConstantVariable\(str: )?(['\"])(.*?)\1", str(error))
+    if raised:
+        return raised[2]
     lines = [line for line in str(error).strip().splitlines() if not line.endswith("raised:")]
     first = lines[0] if lines else type(error).__name__
     if "C++ compiler" not in first:

@@ -334,7 +334,7 @@ def _inner_loop(
             "todist.Recorded()"
         )
     if compile:
-        loop = compiled(loop, compile)
+        loop = compiled(loop, compile, progress=progress)
     recording = torch.is_grad_enabled()
     runs_again = recording and (adjoint.runs_again or accumulate is not None)
     bindings, held = None, []

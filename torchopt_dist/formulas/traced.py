@@ -1,7 +1,8 @@
-"""Normalization and embeddings → by their formulas inside of transforms, for code that torch's compiler traces.
+"""What torch's compiler traces → the same by formulas, where torch's own way is wrong or makes a program a value.
 
-The compiler cannot trace the replacement of torch's functions, and follows a mode; it sees the functions of
-``torch.nn.functional``, whose arguments have another order.
+A tensor that is one index is one; inside of transforms normalization and embeddings are, too. The compiler cannot trace
+the replacement of torch's functions, and follows a mode; it sees the functions of ``torch.nn.functional``, whose
+arguments have another order. It shows ``weight_norm`` to no mode: that is replaced in the graph.
 """
 
 from __future__ import annotations
@@ -20,18 +21,30 @@ from torchopt_dist.formulas.normalization import by_channel, normalized
 from torchopt_dist.formulas.weight_norm import scaled_to
 from torchopt_dist.torch_private import places_of_weight_norm
 
-__all__ = ["TracedFormulas"]
+__all__ = ["TracedFormulas", "with_formulas"]
 
-_WEIGHT_NORMS = tuple(getattr(module, name) for module, name in places_of_weight_norm())
+_WEIGHT_NORMS = frozenset(getattr(module, name) for module, name in places_of_weight_norm())
 
 
 class TracedFormulas(TorchFunctionMode):
-    """A context in which traced code normalizes and looks up rows by formulas."""
+    """A context for the functions of programs.
+
+    Args:
+        in_transform: the code inside is mapped by ``vmap``.
+    """
+
+    def __init__(self, *, in_transform: bool = False) -> None:
+        super().__init__()
+        self._in_transform = in_transform
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call the formula, if there is one."""
+        if func is Tensor.__getitem__:
+            return func(*_selected(*args))
+        if not self._in_transform:
+            return func(*args, **(kwargs or {}))
         if func is F.layer_norm or func is torch.layer_norm:
             return _layer_norm(*args, **(kwargs or {}))
         if func is F.batch_norm:
@@ -43,11 +56,18 @@ class TracedFormulas(TorchFunctionMode):
             and (kwargs or {}).get("padding_idx", args[2] if len(args) > 2 else None) is not None
         ):
             return _embedding(*args, **(kwargs or {}))
-        if func in _WEIGHT_NORMS:
-            return scaled_to(*args, **(kwargs or {}))
         if func is torch.batch_norm or func is torch.instance_norm:
             raise NotImplementedError("a compiled task cannot call torch.batch_norm: use torch.nn.functional")
         return func(*args, **(kwargs or {}))
+
+
+def with_formulas(graph: Any) -> None:
+    """Replace in a graph what no mode sees, and torch differentiates wrongly twice."""
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            if node.op == "call_function" and node.target in _WEIGHT_NORMS:
+                node.target = scaled_to
+                part.recompile()
 
 
 def _layer_norm(
@@ -105,3 +125,35 @@ def _instance_norm(
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     weight, bias = by_channel(weight, input.ndim), by_channel(bias, input.ndim)
     return normalized(input, tuple(range(2, input.ndim)), weight, bias, eps=eps)
+
+
+def _selected(tensor: Tensor, index: Any) -> tuple[Tensor, Any]:
+    """A tensor and an index of it → those in which index 0 stands where a tensor of one index was.
+
+    The compiler makes a number of such a tensor, and a program for each value.
+    """
+    given = index if type(index) is tuple else (index,)
+    if not any(map(_is_index, given)) or not all(
+        _is_index(one) or one is None or one is ... or isinstance(one, (int, slice, torch.SymInt))
+        for one in given
+    ):
+        return tensor, index
+    taken = sum(not (one is None or one is ...) for one in given)
+    if any(isinstance(one, bool) for one in given) or taken > tensor.ndim:
+        return tensor, index
+    dim, made = 0, []
+    for one in given:
+        if _is_index(one):
+            size = tensor.shape[dim]
+            tensor = tensor.index_select(dim, torch.where(one < 0, one + size, one).reshape(1))
+        made.append(0 if _is_index(one) else one)
+        dim += tensor.ndim - taken if one is ... else one is not None
+    return tensor, tuple(made)
+
+
+def _is_index(index: Any) -> bool:
+    return (
+        isinstance(index, Tensor)
+        and index.ndim == 0
+        and index.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+    )

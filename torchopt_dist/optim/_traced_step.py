@@ -6,13 +6,14 @@ and the step itself says what.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.types import OptionalTensor, OptState
-from torchopt_dist.nn._traced_module import named_parameters, replace_parameters
+from torchopt_dist.nn._traced_module import replace_parameters
 from torchopt_dist.torch_private import traced_samples
 from torchopt_dist.transform.apply_updates import apply_updates
 
@@ -21,7 +22,7 @@ __all__ = ["traced_begin", "traced_step"]
 
 def traced_begin(module: nn.Module) -> dict[str, Tensor]:
     """The values of the parameters to move, which the module gets; inside ``vmap`` it has some for each sample."""
-    params, samples = named_parameters(module), traced_samples()
+    params, samples = dict(module.named_parameters()), traced_samples()
     moving = {
         name: p
         for name, p in params.items()
@@ -37,7 +38,7 @@ def traced_step(
     impl: Any, module: nn.Module, values: dict[str, Tensor], state: OptState, loss: Tensor, first_order: bool
 ) -> tuple[dict[str, Tensor], OptState]:
     """Replace the parameters by moved ones, and return their values and the next state."""
-    params, samples = named_parameters(module), traced_samples()
+    params, samples = dict(module.named_parameters()), traced_samples()
     of_loss = loss.reshape(()) if samples is None else samples.values(loss.reshape(())).sum()
     found = torch.autograd.grad(
         of_loss, list(values.values()), create_graph=not first_order, retain_graph=True, allow_unused=True
@@ -52,10 +53,10 @@ def traced_step(
     return _given(module, {name: params[name] for name in values}, moved), state
 
 
-def _given(module: nn.Module, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+def _given(module: nn.Module, old: Mapping[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
     """Put new tensors into a module in the places of old ones, and return their values."""
     samples = traced_samples()
     values = {name: new[name] if samples is None else samples.values(new[name]) for name in old}
     held = values if samples is None else {name: samples.tensor(each) for name, each in values.items()}
-    replace_parameters(module, old, held)
+    replace_parameters(module, {old[name]: tensor for name, tensor in held.items()})
     return values

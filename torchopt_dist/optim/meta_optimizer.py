@@ -28,7 +28,6 @@ from torchopt_dist.formulas.embedding import let_padding_rest
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._held_tensors import deepcopy_memo
 from torchopt_dist.nn._tensor_copier import TensorCopier
-from torchopt_dist.nn._traced_module import named_parameters
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._recomputation import NoRecomputation
 from torchopt_dist.optim._state import (
@@ -144,7 +143,7 @@ class MetaOptimizer:
         self.impl = args[0] if make is None else make(*args, **{**self._traced_defaults, **kwargs})
         self.modules, self._impls = [module], [self.impl]
         self._traced_values = traced_begin(module)
-        self._states = [self.impl.init(named_parameters(module))]
+        self._states = [self.impl.init(dict(module.named_parameters()))]
 
     def add_param_group(self, module: nn.Module, **options: Any) -> None:
         """Move another module's parameters too, with a state and, if wanted, options of their own.

@@ -399,6 +399,50 @@ def test_an_error_of_the_task_is_its_own() -> None:
     todist.auto_init_rpc()(body)()
 
 
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.filterwarnings("ignore:There is a performance drop because")  # while it is traced
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_weight_norm_in_a_task_is_differentiated_by_its_formula(vectorize: bool) -> None:
+    """Torch takes the norms for constants, and the compiler shows the function to no mode."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Net(nn.utils.weight_norm(nn.Linear(3, 3)))
+        expected = found(net, "sgd")
+        torch.testing.assert_close(found(net, "sgd", compile=True, vectorize=vectorize), expected)
+
+    todist.auto_init_rpc()(body)()
+
+
+def test_what_cannot_be_copied_is_refused_in_words(graphs: list[Any]) -> None:
+    def task(net: nn.Module, x: Tensor) -> Tensor:
+        return todist.module_clone(net, by="deepcopy")(x).sum()
+
+    with pytest.warns(UserWarning, match="refuses it: a compiled task cannot clone a module by 'deepcopy'"):
+        compiled.CompiledTask(task, True)(nn.Linear(1, 1), torch.ones(1))
+    assert not graphs
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_indices_that_are_tensors_are_inputs(graphs: list[Any], vectorize: bool) -> None:
+    w = torch.linspace(-1, 1, 6, requires_grad=True)
+
+    def body() -> None:
+        call = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True, vectorize=vectorize)(
+            lambda w, x, i: (w[i] * x).sum()
+        )
+        for k in range(4):
+            made = call(todist.replicated(w), torch.ones(2, 3), torch.tensor([k, k + 1]))
+            torch.testing.assert_close(made, 3 * (w[k] + w[k + 1]))
+            (grad,) = torch.autograd.grad(made, w)
+            assert grad.tolist() == [3.0 * (n in (k, k + 1)) for n in range(6)]
+        assert len(graphs) == 1
+
+    todist.auto_init_rpc()(body)()
+
+
 NORMS = {
     "layer_norm": lambda z, w, b: F.layer_norm(z, (5,), w, b),
     "torch.layer_norm": lambda z, w, b: torch.layer_norm(z, (5,), w, b),

@@ -6,6 +6,7 @@ Programs are traced, and consist of torch's own operations. Each row of the tabl
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
 import sys
 import types
@@ -480,6 +481,74 @@ def test_a_variable_of_the_environment_is_never_stale(kind: str, monkeypatch: py
     for value in ("2", "3"):
         monkeypatch.setenv("TODIST_OF_A_TEST", value)
         assert compiled.CompiledTask(task, True)(torch.ones(1)) == float(value)
+
+
+class Aliased(nn.Module):
+    """A module that reaches a part by an attribute, too."""
+
+    def __init__(self, alias: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
+        object.__setattr__(self, "alias", alias(self))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.b(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        alias = self.alias
+        made = torch.tanh(self.a(x))
+        if isinstance(alias, Tensor):
+            return made @ alias
+        while not callable(alias):
+            alias = alias.by if isinstance(alias, types.SimpleNamespace) else alias[0]
+        return alias(made)
+
+
+ALIASES: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda net: [net.b],
+    "a dictionary": lambda net: {0: net.b},
+    "a method": lambda net: net.part,
+    "a tuple": lambda net: (net.b,),
+    "an object": lambda net: [types.SimpleNamespace(by=net.b)],
+    "a tensor": lambda net: net.b.weight,
+}
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("kind", ALIASES)
+def test_a_part_that_is_in_another_attribute_too_is_refused_by_name(kind: str) -> None:
+    """In the compiler's copy of the module it would be the part of the module itself."""
+
+    def task(net: nn.Module, w: Tensor, x: Tensor) -> Tensor:
+        net = todist.module_clone(net)
+        todist.MetaSGD(net, lr=0.1).step((net(x) * w).sum().cos())
+        return (net(x) * w).sum().cos()
+
+    def body() -> None:
+        torch.manual_seed(0)
+        net = Aliased(ALIASES[kind])
+        with pytest.warns(UserWarning, match=r"since args\[0\].alias\S* is also a parameter, buffer or sub"):
+            agree(task, net)
+
+    in_a_world(body)
+
+
+def test_an_attribute_that_is_no_part_is_not_refused(graphs: list[Any]) -> None:
+    def body() -> None:
+        net = Aliased(lambda net: [nn.Linear(2, 2).double().requires_grad_(False)])
+        agree(lambda net, w, x: loss(todist.module_clone(net), w, x), net)
+        assert graphs
+
+    in_a_world(body)
+
+
+def test_the_module_of_what_was_sent_has_a_name_that_no_other_had() -> None:
+    """The compiler finds it by that, long after the functions are gone."""
+    names = set()
+    for _ in range(3):
+        names.add(Family().home(0).__name__)
+        gc.collect()
+    assert len(names) == 3
 
 
 COMMON = {

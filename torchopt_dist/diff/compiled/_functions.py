@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchopt_dist.core.programs import detached
 from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
 from torchopt_dist.diff.compiled._flat import FlatModel, Pieces
+from torchopt_dist.formulas.traced import TracedFormulas
 from torchopt_dist.nn.module_state import module_clone
 from torchopt_dist.torch_private import traced_leaf
 from torchopt_dist.transform.apply_updates import apply_updates
@@ -78,44 +80,6 @@ class Outside(NamedTuple):
     def substituted(self) -> AbstractContextManager[Any]:
         """A context in which the others are in the places of ``declared``."""
         return _Substitute(self.declared, self.others) if self.declared else nullcontext()
-
-
-class _Indices(TorchFunctionMode):
-    """A context in which a tensor that is one index selects as a tensor: as a number each value makes a program."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__:
-            args = _selected(*args)
-        return func(*args, **(kwargs or {}))
-
-
-def _selected(tensor: Tensor, index: Any) -> tuple[Tensor, Any]:
-    """A tensor and an index of it → those in which index 0 stands where a tensor of one index was."""
-    given = index if type(index) is tuple else (index,)
-    if not any(map(_is_index, given)) or not all(
-        _is_index(one) or one is None or one is ... or isinstance(one, (int, slice, torch.SymInt))
-        for one in given
-    ):
-        return tensor, index
-    taken = sum(not (one is None or one is ...) for one in given)
-    if any(isinstance(one, bool) for one in given) or taken > tensor.ndim:
-        return tensor, index
-    dim, made = 0, []
-    for one in given:
-        if _is_index(one):
-            size = tensor.shape[dim]
-            tensor = tensor.index_select(dim, torch.where(one < 0, one + size, one).reshape(1))
-        made.append(0 if _is_index(one) else one)
-        dim += tensor.ndim - taken if one is ... else one is not None
-    return tensor, tuple(made)
-
-
-def _is_index(index: Any) -> bool:
-    return (
-        isinstance(index, Tensor)
-        and index.ndim == 0
-        and index.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
-    )
 
 
 class _Substitute(TorchFunctionMode):
@@ -213,7 +177,7 @@ def gradient(
         grads[place] = grad
     if not record:
         loss, buffers = loss.detach(), [buffer.detach() for buffer in buffers]
-        aux = None if aux is None else optree.tree_map(_detached, aux)
+        aux = detached(aux)
     return loss, aux, grads, buffers
 
 
@@ -289,12 +253,12 @@ def _called(
 ) -> tuple[Any, list[Tensor]]:
     given = _filled(parts.argument, leaves)
     if not isinstance(parts.call, _LossOfModule):
-        with outside.substituted(), _Indices():
+        with outside.substituted(), TracedFormulas():
             return parts.call(given, *batch), []
     tensors = {f"adapted.{name}": leaf for name, leaf in given.items()}
     for name, buffer in zip(parts.buffers, buffers, strict=True):
         tensors[f"adapted.{name}"] = buffer.clone()
-    with outside.substituted(), _Indices():
+    with outside.substituted(), TracedFormulas():
         value = torch.func.functional_call(parts.call, tensors, batch)
     return value, [tensors[f"adapted.{name}"] for name in parts.buffers]
 
@@ -309,7 +273,3 @@ def _leaves(template: Any, tree: Any) -> list[Any]:
     found: dict[int, Any] = {}
     optree.tree_map(lambda place, leaf: found.setdefault(place, leaf), template, tree)
     return [found[place] for place in range(len(found))]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

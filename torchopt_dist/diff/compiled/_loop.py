@@ -36,6 +36,7 @@ from torchopt_dist.diff.compiled._functions import (
     pulled_step,
     step,
 )
+from torchopt_dist.formulas.traced import with_formulas
 from torchopt_dist.torch_private import as_input, hooks_of_all_modules, transforms_are_active
 
 __all__ = ["CompiledLoop", "compiled"]
@@ -52,6 +53,8 @@ class CompiledLoop(Loop):
     """The first state, where the loop moves a vector in the place of a tree."""
     known: tuple[Programs, Meaning] | None = None
     """The programs of loops with this code, and what all steps have in common; another process finds its own."""
+    progress: bool = False
+    """Whether somebody wants to be told of its progress, and so that a program is being compiled."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "known": None}
@@ -227,14 +230,14 @@ class CompiledLoop(Loop):
                 parts = self.parts._replace(call=call, optimizer=optimizer)
                 given: Any = batch
                 given = optree.tree_map(_with_inputs, given, none_is_leaf=True)
-                return variant.program(function)(parts, *arguments(given))
+                return variant.program(function, with_formulas, aloud=self.progress)(parts, *arguments(given))
 
             return programs.run([("its batch", one) for one in batch], run, otherwise, base=base)
 
     def _known(self) -> tuple[Programs, Meaning]:
         known, parts = self.known, self.parts
         if known is None:
-            programs = programs_of((code_of(self.loss), code_of(parts.optimizer)), "an inner loop", self.mode)
+            programs = _programs(self, self.mode)
             first = self.cut(self.first)
             things = (
                 ("the loss or the optimizer", (parts.call, parts.optimizer)),
@@ -250,18 +253,21 @@ class CompiledLoop(Loop):
         return known
 
 
-def compiled(loop: Loop, mode: CompileMode) -> Loop:
+def compiled(loop: Loop, mode: CompileMode, *, progress: bool) -> Loop:
     """The same loop, whose steps are compiled; the loop itself, and a warning, where they cannot be.
 
     Its first gradient is taken as in a loop that is not, to see which parameters the loss uses.
     """
     if loop.steps == 0:
         return loop
-    why_not = "inside of torch.func's transforms" if transforms_are_active() else ""
+    why_not = "it is inside of a transform of torch.func" if transforms_are_active() else ""
     if hooks_of_all_modules():  # which the compiler does not see here
-        why_not = "while hooks are registered for all modules, as by `register_module_forward_hook`"
+        why_not = (
+            "hooks are registered for all modules, as by `register_module_forward_hook`: register them for the "
+            "modules themselves"
+        )
     if why_not:
-        warnings.warn(f"an inner loop with compile=True runs as without it {why_not}", stacklevel=5)
+        _programs(loop, mode).tell(why_not)
         return loop
     with kept_generators():
         found = loop.gradient(loop.cut(loop.first), 0, record=False)
@@ -269,12 +275,18 @@ def compiled(loop: Loop, mode: CompileMode) -> Loop:
     made, before = (loop, None) if flat is None else flat
     own = {field.name: getattr(made, field.name) for field in fields(Loop)}
     parts, constants = parts_of_loop(made), constants_of_loop(made)
-    result = CompiledLoop(**own, mode=mode, parts=parts, constants=constants, before=before)
+    result = CompiledLoop(
+        **own, mode=mode, parts=parts, constants=constants, before=before, progress=progress
+    )
     try:
         result._known()
     except RefusedError:
         return loop
     return result
+
+
+def _programs(loop: Loop, mode: CompileMode) -> Programs:
+    return programs_of((code_of(loop.loss), code_of(loop.optimizer)), "an inner loop", mode)
 
 
 def _with_inputs(leaf: Any) -> Any:

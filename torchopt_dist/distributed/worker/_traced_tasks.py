@@ -14,9 +14,10 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist.core.programs import detached
 from torchopt_dist.core.types import OptionalTensor, TensorContainer
-from torchopt_dist.formulas.traced import TracedFormulas
-from torchopt_dist.nn._traced_module import named_parameters, parts_of, replace_parameters, traced_copy
+from torchopt_dist.formulas.traced import TracedFormulas, with_formulas
+from torchopt_dist.nn._traced_module import replace_parameters, traced_copy
 from torchopt_dist.torch_private import buffers_of, traced_leaf
 
 __all__ = ["Slot", "Task", "check_inputs", "differentiable", "values", "values_and_gradients"]
@@ -57,11 +58,10 @@ def differentiable(leaves: Sequence[Any]) -> list[tuple[int, str, Tensor]]:
     """Of each tensor that wants a gradient the place, its name in a module or nothing, and itself."""
     found = []
     for place, leaf in enumerate(leaves):
-        named = {"": leaf} if isinstance(leaf, Tensor) else {}
+        named = [("", leaf)] if isinstance(leaf, Tensor) else []
         if isinstance(leaf, nn.Module):
-            traced = torch.compiler.is_compiling()
-            named = named_parameters(leaf) if traced else dict(leaf.named_parameters())
-        found += [(place, name, tensor) for name, tensor in named.items() if tensor.requires_grad]
+            named = list(leaf.named_parameters())
+        found += [(place, name, tensor) for name, tensor in named if tensor.requires_grad]
     return found
 
 
@@ -98,7 +98,7 @@ def values_and_gradients(task: Task) -> tuple[Any, list[Tensor], Any, Sequence[O
         if losses:
             grads = torch.autograd.grad(losses[0].sum(), wanted, allow_unused=True)
     which = optree.tree_map(_has_gradient, made, none_is_leaf=True)
-    return optree.tree_map(_detached, made, none_is_leaf=True), after, which, grads
+    return detached(made), after, which, grads
 
 
 def _made(task: Task, filled: list[Any], by_module: dict[int, dict[str, Tensor]]) -> tuple[Any, list[Tensor]]:
@@ -113,25 +113,30 @@ def _made(task: Task, filled: list[Any], by_module: dict[int, dict[str, Tensor]]
             if place in modules or any(slot.leaf == place for slot in task.slots):
                 given[place] = traced_copy(leaf, "reference")
         for place, tensors in modules.items():
-            replace_parameters(given[place], named_parameters(leaves[place]), tensors)
+            named = dict(leaves[place].named_parameters())
+            replace_parameters(given[place], {named[name]: tensor for name, tensor in tensors.items()})
         return _with_buffers(task, given)
 
     own_places = [
         place for place in range(len(leaves)) if filled[place] is not leaves[place] or place in task.mapped
     ]
     own = [filled[place] for place in own_places]
-    if task.number is None:
-        return one_task(by_module, own)
-    with TracedFormulas():
+    with TracedFormulas(in_transform=task.number is not None):
+        if task.number is None:
+            return one_task(by_module, own)
         return torch.func.vmap(one_task, randomness="different")(by_module, own)
 
 
 def check_inputs(graph: Any) -> None:
-    """Raise :class:`NotImplementedError` for a graph of :func:`values_and_gradients` whose function has another input.
+    """As :func:`with_formulas`; raise for a graph of :func:`values_and_gradients` whose function has another input.
 
     Of its own arguments a program takes the values only; another tensor that wants a gradient is one that the function
     closes over.
+
+    Raises:
+        NotImplementedError: it has one.
     """
+    with_formulas(graph)
     for node in graph.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
         wants = isinstance(value, Tensor) and value.requires_grad
@@ -145,7 +150,7 @@ def _with_buffers(task: Task, leaves: Sequence[Any]) -> tuple[Any, list[Tensor]]
     holders: list[TensorContainer] = []
     for slot, tensor in zip(task.slots, task.buffers, strict=True):
         own.append(tensor.clone() if slot.first == len(own) else own[slot.first])
-        holders.append(buffers_of(parts_of(leaves[slot.leaf])[slot.part]))
+        holders.append(buffers_of([*leaves[slot.leaf].modules()][slot.part]))
         holders[-1][slot.name] = own[-1]
     args, kwargs = optree.tree_map(lambda place: leaves[place], task.places)
     value = task.function(*args, **kwargs)
@@ -159,7 +164,3 @@ def _with_buffers(task: Task, leaves: Sequence[Any]) -> tuple[Any, list[Tensor]]
 
 def _has_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.meaning import RefusedError
-from torchopt_dist.core.programs import CompileMode, Variant, code_of, programs_of
+from torchopt_dist.core.programs import CompileMode, Variant, code_of, detached, programs_of
 from torchopt_dist.core.second_order import with_refusal
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
@@ -29,6 +29,7 @@ from torchopt_dist.distributed.worker._traced_tasks import (
     values_and_gradients,
 )
 from torchopt_dist.distributed.worker.buffers import Place, Returning, buffers_in, differs
+from torchopt_dist.formulas.traced import with_formulas
 from torchopt_dist.torch_private import note_attributes
 
 __all__ = ["LARGE", "CompiledTask"]
@@ -73,6 +74,11 @@ class CompiledTask:
         spec = optree.tree_structure(places, none_is_leaf=True)
 
         def run(variant: Variant, function: Any, *leaves: Any) -> Any:
+            if variant.first.alias:  # in a copy of the module it would be the module's own
+                raise RefusedError(
+                    f"{variant.first.alias} is also a parameter, buffer or sub-module: hold it "
+                    "in one place, or in a torch.nn.ModuleList"
+                )
             slots, buffers = self._buffers_of(leaves, mapped, rebuild)
             tensors = [buffer.tensor.detach() for buffer in buffers]
             number = leaves[mapped[0]].shape[0] if mapped else None
@@ -140,8 +146,8 @@ def _run(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
 def _with_a_graph(variant: Variant, task: Task) -> tuple[Any, list[Tensor]]:
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        made, buffers = variant.program(values)(task)
-    return made if recorded else optree.tree_map(_detached, made, none_is_leaf=True), buffers
+        made, buffers = variant.program(values, with_formulas)(task)
+    return made if recorded else detached(made), buffers
 
 
 class _Loss(torch.autograd.Function):
@@ -186,7 +192,3 @@ def _names(spec: Any) -> list[str]:
     """What messages call each argument, of those of a structure."""
     found = (accessor.codify("") for accessor in spec.accessors())
     return [f"{'kwargs' if name.startswith('[1]') else 'args'}{name[3:]}" for name in found]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
