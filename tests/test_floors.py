@@ -65,7 +65,8 @@ MAY_IMPORT = {
     "diff.adjoints": SECOND | {"diff", "diff.replay"},
     "diff.replay": SECOND | {"diff", "diff.adjoints"},
     "optim": SECOND | {"diff"},
-    "attribution": SECOND | {"diff", "diff.adjoints", "diff.inner_loop", "optim", "distributed"},
+    "attribution": SECOND
+    | {"diff", "diff.adjoints", "diff.data_parallel", "diff.inner_loop", "optim", "distributed"},
     "visual": GROUND | {"nn"},
     "distributed": BELOW | set(ROOMS),  # the doors: what users call
     **{room: BELOW | set(ROOMS[:floor]) for floor, room in enumerate(ROOMS)},

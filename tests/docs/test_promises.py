@@ -74,6 +74,11 @@ ELSEWHERE = {
         "sum_over"
     },
     ("tests/distributed/test_teams.py", "test_tasks_go_to_teams"): {"team", "typing.Team"},
+    ("tests/diff/test_estimate.py", "test_the_whole_loop_takes_what_was_estimated"): {
+        "estimate",
+        "typing.Estimate",
+        "typing.Estimates",
+    },
     ("tests/distributed/test_barrier.py", "test_a_barrier_waits_for_all"): {"barrier"},
     ("tests/launch/test_on_loss.py", "test_the_others_go_on_without_one_that_is_stopped_which_is_killed"): {
         "Liveness"

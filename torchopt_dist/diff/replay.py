@@ -12,7 +12,6 @@ Walther, Algorithm 799: revolve, 2000; there the sweep ends before the last step
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core import remat
-from torchopt_dist.core.graphs import nodes_between
 from torchopt_dist.core.rows import goes_one_by_one
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.core.types import OptionalTensor
@@ -37,56 +35,13 @@ from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
 from torchopt_dist.diff.adjoints._places import state_places
 from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._segments import lengths, unit_of
 from torchopt_dist.diff.adjoints._store import Store, bytes_of
 from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.process.free_memory import give_back
-from torchopt_dist.torch_private import bytes_of_results, memory_is_shared, outside_of_transforms
+from torchopt_dist.torch_private import memory_is_shared, outside_of_transforms
 
-__all__ = ["lengths", "replayed", "unit_of"]
-
-SMALL = 1 << 24
-"""Bytes of recorded steps that are no matter: so many steps as these are recorded together."""
-OF_LOSS = 4
-"""The graph of a recorded step takes about so many times that of its loss."""
-
-
-def lengths(units: int, slots: int, *, again: bool) -> list[int]:
-    """How many units each segment has, the first one first, so that the fewest steps are run again.
-
-    Args:
-        units: how many there are.
-        slots: how many starts can be kept, that of the first segment among them. The segments have one less from each
-            to the next.
-        again: whether the last segment is gone through at once, as one unit that needs no slot.
-    """
-    slots = min(slots, units)
-    r = 1
-    while math.comb(slots + r, slots) - (not again) < units:
-        r += 1
-    least = [math.comb(left + r - 2, left) for left in range(slots, 0, -1)]
-    most = [math.comb(left + r - 1, left) for left in range(slots, 0, -1)]
-    rest = units - again - sum(least)
-    for place in reversed(range(slots)):
-        more = min(max(rest, 0), most[place] - least[place])
-        least[place] += more
-        rest -= more
-    for place in range(slots):  # where there are fewer units than the least
-        less = min(max(-rest, 0), least[place])
-        least[place] -= less
-        rest += less
-    return [*least, *[1] * again]
-
-
-def unit_of(loss: Tensor, own: int, steps: int) -> int:
-    """How many steps are recorded together: one, or a few that are small.
-
-    Args:
-        loss: that of a step, with its graph.
-        own: how many bytes the tensors take that a step starts from.
-        steps: how many steps the loop has.
-    """
-    graph = sum(map(bytes_of_results, nodes_between([loss], [])))
-    return max(1, min(SMALL // max(1, OF_LOSS * (graph + own)), math.isqrt(steps)))
+__all__ = ["replayed"]
 
 
 def replayed(
