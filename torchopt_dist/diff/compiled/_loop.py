@@ -260,7 +260,7 @@ def compiled(loop: Loop, mode: CompileMode, *, progress: bool) -> Loop:
     """
     if loop.steps == 0:
         return loop
-    why_not = "it is inside of a transform of torch.func" if transforms_are_active() else ""
+    why_not = "it is inside of torch.func's transforms" if transforms_are_active() else ""
     if hooks_of_all_modules():  # which the compiler does not see here
         why_not = (
             "hooks are registered for all modules, as by `register_module_forward_hook`: register them for the "
