@@ -38,7 +38,6 @@ class Message:
         used_up: in a reply, a graph that its sender drops only after sending, since freeing it takes time.
         buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change, and
             of those on the memory of numpy arrays.
-        holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
         handles: at the sender, those that the skeleton mentions; their values are there while the message is.
         key: of a call that is sent again, or handed on; it counts instead of the one in the skeleton.
@@ -57,7 +56,6 @@ class Message:
     device: str | None = None
     used_up: Any = None
     buffers: frozenset[int] = frozenset()
-    holes: tuple[tuple[int, int], ...] = ()
     references: list[Any] = field(default_factory=list)
     handles: list[Handle | StayingModule] = field(default_factory=list)
     key: tuple[int, int] | None = None
@@ -97,7 +95,7 @@ class Message:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Inside another message: its content, whose tensors the other message has, too."""
-        content = self.structures, self.holes, self.device, self.references, self.late
+        content = self.structures, self.device, self.references, self.late
         return _inner, (self.skeleton, self.tensors, *content)
 
     def late_tensors(self) -> list[torch.Tensor]:
@@ -117,7 +115,7 @@ class Message:
 
 def _inner(skeleton: bytes, tensors: list[torch.Tensor], *content: Any) -> Message:
     """In a pickle: a message that is forwarded."""
-    structures, holes, device, references, late = content
+    structures, device, references, late = content
     return Message(
         skeleton,
         tensors,
@@ -125,7 +123,6 @@ def _inner(skeleton: bytes, tensors: list[torch.Tensor], *content: Any) -> Messa
         [isinstance(tensor, nn.Parameter) for tensor in tensors],
         structures,
         device=device,
-        holes=holes,
         references=references,
         late=late,
     )

@@ -20,7 +20,6 @@ from torch import nn
 
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Call, Reply
-from torchopt_dist.distributed.serialization.long_bytes import Holes, reader
 from torchopt_dist.distributed.serialization.names import name_of
 from torchopt_dist.distributed.serialization.pickler import OverlapError, PackedModules, Structures, dump
 from torchopt_dist.distributed.serialization.plain import MARK, plain_skeleton, rebuilt
@@ -67,26 +66,24 @@ def pack(
         raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
-    tensors, (skeleton, holes) = pickler.tensors, pickler.file.pickle()
+    tensors, skeleton = pickler.tensors, pickler.file.getvalue()
     apart = tensors.keep_apart() if connects else ()
     if apart:
         skeleton = _APART + pickle.dumps(apart) + skeleton
     if type(value) is Reply and value.exception is not None:
         told = value.exception  # as text, for a caller that cannot read the rest
         skeleton = _RAISED + pickle.dumps((told.text, told.traceback, told.worker)) + skeleton
-    message = message_of(skeleton, tensors, structures, holes)
+    message = message_of(skeleton, tensors, structures)
     message.code = tensors.of_globals
     return message
 
 
-def message_of(
-    skeleton: bytes, tensors: Tensors, structures: Iterable[bytes] = (), holes: Holes = ()
-) -> Message:
+def message_of(skeleton: bytes, tensors: Tensors, structures: Iterable[bytes] = ()) -> Message:
     """The message with these parts."""
     structures = tuple(structures)
     if not (tensors.all or structures):
         references, handles = tensors.references, tensors.handles
-        return Message(skeleton, [], [], [], holes=holes, references=references, handles=handles)
+        return Message(skeleton, [], [], [], references=references, handles=handles)
     return Message(
         skeleton,
         tensors.all,
@@ -94,7 +91,6 @@ def message_of(
         [isinstance(tensor, nn.Parameter) for tensor in tensors.all],
         structures,
         buffers=frozenset(tensors.buffers),
-        holes=holes,
         references=tensors.references,
         handles=tensors.handles,
     )
@@ -114,8 +110,7 @@ def unpack(message: Message, held: Held | None = None) -> Any:
             skeleton, tensors, message.apart = _kept_apart(skeleton, tensors)
         elif skeleton[:1] == _RAISED:
             _, skeleton = _told(skeleton)
-        file = reader(skeleton, message.holes, tensors)
-        unpickler = Unpickler(file, tensors, message.structures, message.references, held)
+        unpickler = Unpickler(skeleton, tensors, message.structures, message.references, held)
         value = unpickler.load()
         message.arrived = unpickler.arrived
         return value

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 _CONTENT = (
     *("skeleton", "requires_grad", "is_parameter", "structures", "connected"),
-    *("device", "holes", "references", "key", "late"),
+    *("device", "references", "key", "late"),
 )
 """What the receiver gets of a message as it is, besides the tensors."""
 _content_of = operator.attrgetter(*_CONTENT)
