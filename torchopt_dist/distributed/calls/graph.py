@@ -42,8 +42,7 @@ from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.messages.requests import BACKWARD_TWICE, Backward, Call, Key
 from torchopt_dist.distributed.serialization.names import code_of
-from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, reply_of
-from torchopt_dist.distributed.serialization.unsendable import place_in_payload
+from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, place_of, reply_of
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.distributed.transport.retries import Ask, AsSent, Attempt, Deadline, Sent
 from torchopt_dist.distributed.worker.device import receiving_device
@@ -186,9 +185,10 @@ class RemoteGraph:
         try:
             message = self.pack(request, modules)
         except SerializationError as error:
-            function, place = _name(payload), place_in_payload(payload, main_by_name=self._main_by_name)
+            tasks = [part for task in payload.tasks for part in zip(("args", "kwargs"), task, strict=True)]
+            place = place_of([("func", payload.function), *tasks], main_by_name=self._main_by_name)
             raise SerializationError(
-                f"`{function}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
+                f"`{_name(payload)}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
             ) from error
         moves = self.siblings.options.outlives_workers and not self.own
         if moves and any(isinstance(each, StayingModule) for each in message.handles):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -27,8 +28,9 @@ from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.distributed.serialization.unpickler import Held, Unpickler
 from torchopt_dist.errors import SerializationError, TodistError
 from torchopt_dist.pickling.serialized_exception import SerializedException
+from torchopt_dist.pickling.unsendable import find_unsendable
 
-__all__ = ["PackedModules", "error_reply", "message_of", "pack", "raised", "reply_of", "unpack"]
+__all__ = ["PackedModules", "error_reply", "message_of", "pack", "place_of", "raised", "reply_of", "unpack"]
 
 _APART = b"\1"
 """Begins a skeleton before which the numbers of the tensors are pickled that the receiver keeps apart."""
@@ -118,6 +120,12 @@ def unpack(message: Message, held: Held | None = None) -> Any:
         raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
+
+
+def place_of(named: Iterable[tuple[str, Any]], *, main_by_name: bool) -> str:
+    """The place of the part that is why something cannot be packed, such as ``"args[0].weight: "``, if one is."""
+    found = find_unsendable(named, partial(pack, main_by_name=main_by_name))
+    return "" if found is None else f"{found[0]}: "
 
 
 def raised(reply: Message) -> bool:
