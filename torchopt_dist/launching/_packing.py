@@ -111,8 +111,7 @@ def pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
             place, part, why = unsendable
             raise SerializationError(
                 f"{place if '`' in place else f'`{place}`'} must be something that can be pickled, since workers are "
-                f"other processes, got {type(part).__name__} {safe_repr(part):.200}: {type(why).__name__}: "
-                f"{safe_repr(why, str)}"
+                f"other processes, got {type(part).__name__} {safe_repr(part):.200}: {why}"
             ) from error
         raise SerializationError(f"the arguments cannot be sent to the workers: {error}") from error
 

@@ -23,7 +23,7 @@ from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.messages.requests import Reply
-from torchopt_dist.distributed.serialization.pickling import pack, unpack
+from torchopt_dist.distributed.serialization.pickling import pack, reply_of
 from torchopt_dist.distributed.transport.retries import Deadline, Sent
 from torchopt_dist.process.future import Future
 from torchopt_dist.process.threads import when_late
@@ -106,10 +106,11 @@ class Again:
         def arrived(done: Future[Message]) -> None:
             error = done.exception()
             result: Message | BaseException = done.result() if error is None else error
-            if isinstance(result, Message) and not result.tensors:
-                content: Reply = unpack(result)
-                if content.exception is not None:
-                    error = content.exception.to_error(group.names[worker])
+            if isinstance(result, Message) and result.told is not None:
+                try:
+                    reply_of(result, group.names[worker])
+                except Exception as raised:
+                    error = raised
             if error is None or not (left.retries and self.is_loss(worker, error)):
                 ended(result)
             elif not begin(replace(left, retries=left.retries - 1), beside=False):

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 _CONTENT = (
     *("skeleton", "requires_grad", "is_parameter", "structures", "connected"),
-    *("device", "references", "key", "late"),
+    *("device", "references", "key", "late", "told", "cut"),
 )
 """What the receiver gets of a message as it is, besides the tensors."""
 _content_of = operator.attrgetter(*_CONTENT)
@@ -67,7 +67,7 @@ class WireMessage(NamedTuple):
 def is_skeleton(message: Message) -> bool:
     """Whether the message consists of a skeleton, which a transport can send as it is."""
     beside = message.tensors or message.structures or message.device or message.references
-    return not (beside or message.key)
+    return not (beside or message.key or message.told)
 
 
 def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = True) -> WireMessage:
