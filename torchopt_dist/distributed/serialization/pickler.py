@@ -6,13 +6,14 @@ that one that goes to several workers is pickled once.
 
 from __future__ import annotations
 
+import dis
 import gc
 import io
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Iterable, Mapping
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -26,7 +27,6 @@ from torchopt_dist.distributed.messages.references import ConnectedRRef, carried
 from torchopt_dist.distributed.serialization import unpickler
 from torchopt_dist.distributed.serialization.names import find, name_of
 from torchopt_dist.distributed.serialization.parametrized import is_parametrized, reduced
-from torchopt_dist.distributed.serialization.shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.nn._module_copy import ModuleCopy
 from torchopt_dist.pickling.code_pickler import CodePickler, op_of_torch
@@ -202,15 +202,49 @@ class Pickler(pickle.Pickler):
         namespaces = set(self.globals_ref)
         for part in self._parts:
             self._meet(met, {key: obj for key, (_, obj) in part.memo.copy().items()})
-            if namespaces & part.globals_ref.keys() and any(map(rebinds, met.values())):
+            if namespaces & part.globals_ref.keys() and any(map(_rebinds, met.values())):
                 raise OverlapError
             namespaces |= part.globals_ref.keys()
 
     def _meet(self, met: dict[int, Any], more: dict[int, Any]) -> None:
         """Add objects by id to those that have been met, if none that can change is among both."""
-        if some_can_change([met[key] for key in met.keys() & more.keys()], self._main_by_name):
+        if _some_can_change([met[key] for key in met.keys() & more.keys()], self._main_by_name):
             raise OverlapError
         met.update(more)
+
+
+# Objects that two pickles share: if one can change, all must be in one pickle.
+
+
+def _some_can_change(shared: Iterable[Any], main_by_name: bool) -> bool:
+    """Whether one of the objects that two pickles share can change; what belongs to shared code counts as code."""
+    code: set[int] = set()
+    suspects = []
+    for obj in shared:
+        if isinstance(obj, type):
+            code.update(map(id, vars(obj).values()))
+        elif isinstance(obj, FunctionType):
+            if vars(obj) and name_of(obj, main_by_name) is None:
+                return True
+            code |= {id(obj.__annotations__), id(obj.__kwdefaults__)}
+        elif not _is_constant(obj):
+            suspects.append(obj)
+    return any(id(obj) not in code for obj in suspects)
+
+
+_KEPT = (ModuleType, CellType, torch.dtype, torch.layout, torch.memory_format)
+
+
+def _is_constant(obj: Any) -> bool:
+    # Each function gets cells of its own, in one pickle too; the contents of the cells have entries of their own in the
+    # memo. So have the parts and the `__dict__` of an object that is hashed by its value.
+    hashed_by: Any = type(obj).__hash__
+    return hashed_by not in (None, object.__hash__) or isinstance(obj, _KEPT)
+
+
+def _rebinds(obj: Any) -> bool:
+    """Whether ``obj`` is a function that assigns to a global variable."""
+    return isinstance(obj, FunctionType) and dis.opmap["STORE_GLOBAL"] in obj.__code__.co_code[::2]
 
 
 PackedModules: TypeAlias = dict[tuple[int, bool, frozenset[int]], Pickler]
