@@ -162,7 +162,10 @@ def test_long_bytes_arrive_as_they_were_packed_and_stay_one_object(kind):
     if kind is bytearray:
         local["long"] = long.copy()
         long[:] = b"changed, and shorter"
-    got, letter, held, again, function = unpack(from_wire(to_wire(message.detached())).received())
+    wire = to_wire(message.detached())
+    assert [buffer.nbytes > size for buffer in wire.buffers] == [True]  # a transport copies no long pickle
+    assert not wire.content[0]
+    got, letter, held, again, function = unpack(from_wire(wire).received())
     assert type(got) is kind
     assert got == local["long"]
     assert got is again is held["long"]

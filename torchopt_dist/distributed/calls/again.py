@@ -110,7 +110,7 @@ class Again:
                 try:
                     reply_of(result, group.names[worker])
                 except Exception as raised:
-                    error = raised
+                    error = raised.with_traceback(None)  # whose frames would hold this one
             if error is None or not (left.retries and self.is_loss(worker, error)):
                 ended(result)
             elif not begin(replace(left, retries=left.retries - 1), beside=False):
