@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -350,8 +352,16 @@ def test_python_alone_tells_of_no_misspelt_option_of_what_users_call() -> None:
             told += [name] if "; its options are " in text else []
             bare += [name] if text.endswith("got an unexpected keyword argument 'no_such_option'") else []
     assert bare[0] == "apply_updates"  # in every step
-    assert bare[1:] == ["GlyphSplit", "Glyphs", "Task", "SolverInfo", "NonlinearSolverInfo"]  # results
+    assert bare[1:] == ["GlyphSplit", "Task", "SolverInfo", "NonlinearSolverInfo"]  # results
     assert len(told) > 40
+
+
+@pytest.mark.parametrize("module", [todist, *MODULES.values()], ids=lambda module: module.__name__)
+def test_what_tells_of_misspelt_options_is_one_function_wherever_it_is_found(module: Any) -> None:
+    functions = [each for name in module.__all__ if type(each := getattr(module, name)) is FunctionType]
+    for function in functions:
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert getattr(sys.modules[function.__module__], function.__name__) is function
 
 
 def test_a_type_error_inside_a_loss_that_is_called_rightly_stays_as_it_is() -> None:

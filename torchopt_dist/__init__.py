@@ -25,6 +25,7 @@ from torchopt_dist import (
     visual,
 )
 from torchopt_dist.arguments.missing_names import missing_name, tell_missing_names
+from torchopt_dist.arguments.options import hint_all
 from torchopt_dist.attribution import attribute
 from torchopt_dist.checkpoint import Checkpointer
 from torchopt_dist.collectives.team import team
@@ -285,6 +286,12 @@ def __dir__() -> list[str]:
     """The public names, without private modules."""
     return sorted(__all__)
 
+
+hint_all(
+    *(attribution, schedule, data, linear_solve, nonlinear_solve, nn, visual, diff.implicit, diff.zero_order),
+    sys.modules[__name__],
+    but=("apply_updates", "launch"),  # one is called in every step, and the other has words of its own
+)
 
 if not TYPE_CHECKING:  # which would take every name for one that exists
 

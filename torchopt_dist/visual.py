@@ -23,7 +23,6 @@ import optree
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.deep_graphs import make_freeable
 from torchopt_dist.core.types import TensorTree
 from torchopt_dist.nn.module_state import ModuleState
@@ -41,7 +40,6 @@ LEAF, ON_THE_WAY, OUTPUT, SAVED = "lightblue", "lightyellow", "palegreen", "oran
 OPERATION, REMOTE = "lightgrey", "plum"
 
 
-@hinted
 def make_dot(
     var: TensorTree,
     params: NamedTensors | Iterable[NamedTensors] | None = None,
@@ -97,7 +95,6 @@ def make_dot(
     return picture.dot
 
 
-@hinted
 def resize_graph(dot: Digraph, size_per_element: float = 0.5, min_size: float = 12.0) -> None:
     """Limit the width and height of a picture in proportion to its numbers of nodes and edges.
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-__all__ = ["check_options", "close_to", "hinted", "not_callable", "only_the_function", "unless"]
+__all__ = ["check_options", "close_to", "hint_all", "hinted", "not_callable", "only_the_function", "unless"]
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-HintedT = TypeVar("HintedT", bound=Callable[..., Any])
-"""A function or a class."""
+FEW = 3
+"""Options, from which on one needs to be reminded of their names."""
+PACKAGE = "torchopt_dist"
 
 
 def check_options(function: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -36,14 +39,34 @@ def close_to(name: str, known: Collection[str]) -> str:
     return f": did you mean `{meant[0]}`?" if meant else ""
 
 
-def hinted(call: HintedT) -> HintedT:
-    """Make the ``TypeError`` for a keyword that a function or class does not take say what was meant."""
-    made: Any = call
-    if isinstance(call, type):
-        made.__init__ = _checked(made.__init__, call.__name__)
-    else:
-        made = _checked(call, call.__qualname__)
-    return cast("HintedT", made)
+def hinted(call: FunctionT) -> FunctionT:
+    """Make the ``TypeError`` for a keyword that a function does not take say what was meant."""
+    return cast("FunctionT", _checked(call, call.__qualname__))
+
+
+def hint_all(*modules: ModuleType, but: Collection[str]) -> None:
+    """Do as :func:`hinted` with the functions and classes that modules offer, if these have options to be misspelt.
+
+    Args:
+        modules: they are loaded, and so is all that has these functions by name.
+        but: names of functions that are left as they are.
+    """
+    made: dict[Any, Any] = {}
+    for thing in [getattr(module, name) for module in modules for name in module.__all__ if name not in but]:
+        is_class = isinstance(thing, type) and not issubclass(thing, BaseException)
+        call = vars(thing).get("__init__") if is_class else thing
+        if not isinstance(call, FunctionType) or hasattr(call, "__wrapped__"):
+            continue
+        if (typed := _typed_options(call)) or (len(_named(call)) >= FEW and not _takes_all(call)):
+            checked = _checked(call, thing.__name__, typed=typed)
+            if is_class:
+                thing.__init__ = checked
+            else:
+                made[call] = checked
+    for place in [vars(module) for name, module in sys.modules.items() if name.startswith(PACKAGE)]:
+        place.update(
+            {n: made[each] for n, each in place.items() if type(each) is FunctionType and each in made}
+        )
 
 
 def unless(
@@ -65,13 +88,12 @@ def _checked(
     call: Callable[..., Any],
     name: str,
     mistaken: Callable[[tuple[Any, ...], dict[str, Any]], str | None] | None = None,
+    typed: tuple[str, ...] = (),
 ) -> Callable[..., Any]:
     code = call.__code__
     own = code.co_varnames[:1] == ("self",)
-    named = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
-    typed = _typed_options(call) if mistaken is None else ()
-    known = (*(named[1:] if own else named), *typed)
-    takes = None if code.co_flags & inspect.CO_VARKEYWORDS and not typed else frozenset(known)
+    known = (*_named(call), *typed)
+    takes = None if _takes_all(call) and not typed else frozenset(known)
     most = None if code.co_flags & inspect.CO_VARARGS else code.co_argcount
     by_name = (*code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount], *typed)
 
@@ -91,6 +113,17 @@ def _checked(
     return checked
 
 
+def _named(call: FunctionType | Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters that can be given by name, without ``self``."""
+    code = call.__code__
+    names = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+    return names[1:] if names[:1] == ("self",) else names
+
+
+def _takes_all(call: Callable[..., Any]) -> bool:
+    return bool(call.__code__.co_flags & inspect.CO_VARKEYWORDS)
+
+
 def _typed_options(call: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the options of a function that takes ``**options: Unpack[Options]``."""
     for name, hint in call.__annotations__.items():
@@ -107,24 +140,19 @@ def not_callable(argument: str, got: object) -> TypeError:
     )
 
 
-def only_the_function(call: FunctionT) -> FunctionT:
-    """A function ``call(func, *, args=...)`` → the same, whose error for more arguments says what to write."""
+def only_the_function(name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], str | None]:
+    """For :func:`unless`: what to write in the place of more arguments than one to ``name(func, *, args=...)``."""
 
-    @functools.wraps(call)
-    def checked(*positional: Any, **options: Any) -> Any:
-        if len(positional) > 1:
-            func = next((one for one in positional if callable(one)), positional[0])
-            name = getattr(func, "__name__", "func")
-            first = (
-                ""
-                if callable(positional[0])
-                else f", and its first one is the function, not {positional[0]!r:.80}"
-            )
-            raise TypeError(
-                f"{call.__name__}(func, *, args=(), kwargs={{}}, partitioner=...) has one argument without a name, got "
-                f"{len(positional)}{first}: write `{call.__name__}({name}, args=(x,), partitioner=1)`, or "
-                f"`remote_call({name}, 1, x)`"
-            )
-        return call(*positional, **options)
+    def mistaken(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        del kwargs
+        if len(args) <= 1:
+            return None
+        func = next((one for one in args if callable(one)), args[0])
+        own = getattr(func, "__name__", "func")
+        first = "" if callable(args[0]) else f", and its first one is the function, not {args[0]!r:.80}"
+        return (
+            f"{name}(func, *, args=(), kwargs={{}}, partitioner=...) has one argument without a name, got {len(args)}"
+            f"{first}: write `{name}({own}, args=(x,), partitioner=1)`, or `remote_call({own}, 1, x)`"
+        )
 
-    return cast("FunctionT", checked)
+    return mistaken

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.attribution import _safetensors
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Attribution"]
 
 
-@hinted
 @dataclass(frozen=True)
 class Attribution:
     """The scores of training examples for queries; what :func:`~torchopt_dist.attribute` returns."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.integers import integer
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.attribution.result import Attribution
 from torchopt_dist.attribution.training import Queries, Training, losses_of
 from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Replayed
@@ -26,7 +25,6 @@ __all__ = ["Method", "attribute", "even_parts", "workers"]
 Method = Literal["exact", "checkpoint", "checkpoints"]
 
 
-@hinted
 def attribute(
     training: Training,
     queries: Queries,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.diff.adjoints import Adjoint
 from torchopt_dist.diff.data_parallel import DataParallel
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
@@ -22,7 +21,6 @@ Queries = Callable[[Any], Tensor]
 """A trained model → the losses that are asked about."""
 
 
-@hinted
 @dataclass(frozen=True)
 class Training:
     """A training whose examples can have weights, so that it can be run again with others.

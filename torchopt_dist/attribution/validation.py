@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.integers import integer
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.attribution import _safetensors
 from torchopt_dist.attribution.result import Attribution
 from torchopt_dist.attribution.scores import workers
@@ -29,7 +28,6 @@ _A_ROUND = 4
 """So many trainings a worker makes between two writes of the file that goes on."""
 
 
-@hinted
 @dataclass(frozen=True)
 class Validation:
     """How well scores predict trainings; what :func:`~torchopt_dist.attribution.validate` returns."""
@@ -57,7 +55,6 @@ class Validation:
         return "\n".join(lines)
 
 
-@hinted
 def validate(
     training: Training,
     queries: Queries,
@@ -118,7 +115,6 @@ def validate(
     return Validation(found, losses, subsets)
 
 
-@hinted
 def counterfactual(
     training: Training, queries: Queries, scores: Scores, k: int, *, seed: int = 0
 ) -> dict[str, Tensor]:
@@ -153,7 +149,6 @@ def counterfactual(
     return {name: rest[place].diagonal() - whole for place, name in enumerate(named)}
 
 
-@hinted
 def metasmoothness(training: Training, *, step: float = 0.1, seed: int = 0) -> float:
     """Whether the trained parameters follow the weights smoothly, from -1 to 1: scores of a rough training say little.
 

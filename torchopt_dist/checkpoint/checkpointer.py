@@ -42,7 +42,6 @@ class Restored(NamedTuple):
 
 
 @missing_methods(load="restore(objects)", load_state_dict="restore(objects)", latest="steps()[-1]")
-@hinted
 class Checkpointer:
     """Saves the state of a program from time to time, and restores it after a crash.
 

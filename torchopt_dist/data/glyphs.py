@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchopt_dist.arguments.integers import integer
-from torchopt_dist.arguments.options import close_to, hinted
+from torchopt_dist.arguments.options import close_to
 from torchopt_dist.data._drawing import Pictures, clean, distorted, random_numbers
 from torchopt_dist.data._outlines import Integers, Outline, charmap, dejavu, outlines
 
@@ -113,7 +113,6 @@ class GlyphSplit(NamedTuple):
     """Armenian, Georgian, Canadian syllabics, Lao, Lisu, Coptic, Old Italic."""
 
 
-@hinted
 def glyphs(
     size: int = 28,
     scripts: Mapping[str, Sequence[str]] | None = None,

@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.missing_names import missing_methods
-from torchopt_dist.arguments.options import hinted
 
 __all__ = ["Task", "TaskSampler"]
 
@@ -31,7 +30,6 @@ class Task(NamedTuple):
 
 
 @missing_methods(sample="sampler[i]", sample_batch="batch(range(4))")
-@hinted
 class TaskSampler:
     """Few-shot tasks from a labelled dataset: task ``i`` is ``sampler[i]``.
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.collectives.team import Team
 from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Recorded, Replayed, Reptile, Truncated
 from torchopt_dist.diff.adjoints._agreement import agreed
@@ -30,7 +29,6 @@ from torchopt_dist.transform.base import GradientTransformation
 __all__ = ["DataParallel", "mean_over", "run_together", "sum_over", "vary_over"]
 
 
-@hinted
 @dataclass(frozen=True)
 class DataParallel:
     """One inner loop on all ranks of a process group, for ``inner_loop(..., parallel=...)``.
@@ -193,7 +191,6 @@ def run_together(loop: Loop, adjoint: Adjoint) -> Outcome:
     return outcome._replace(carry=carry, losses=made[len(places) + len(of_state) :])
 
 
-@hinted
 def vary_over(tree: Any, group: Any = None, *, reduction: Literal["mean", "sum"] = "mean") -> Any:
     """Replicated → local: the same values on each rank, whose gradients are averaged over the ranks, or summed.
 

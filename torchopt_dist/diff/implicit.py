@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.binding import bind
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.second_order import refuse_left_out
@@ -37,7 +36,6 @@ Adjoint: TypeAlias = Literal["implicit", "unrolled"]
 """How a gradient is taken: from the equation that the solution fulfils, or through the steps that led there."""
 
 
-@hinted
 def custom_root(
     optimality_fn: Callable[..., TensorTree],
     argnums: int | Sequence[int],
@@ -119,7 +117,6 @@ def custom_root(
     return decorate
 
 
-@hinted
 def custom_fixed_point(
     fixed_point_fn: Callable[..., TensorTree],
     argnums: int | Sequence[int],

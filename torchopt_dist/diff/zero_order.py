@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 
 from torchopt_dist import pytree
 from torchopt_dist.arguments.integers import integer
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import Samplable, SampleFunc
 from torchopt_dist.torch_private import transforms_are_active
@@ -37,7 +36,6 @@ Parallel: TypeAlias = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], 
 """Function of seeds → the same function, evaluated in parts, the results concatenated."""
 
 
-@hinted
 def zero_order(
     distribution: SampleFunc | Samplable,
     method: Method = "naive",

@@ -14,7 +14,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from torch.distributed import rpc
 
 from torchopt_dist.arguments.decorated import decorated_alone
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.distributed.group.group import find_group
 from torchopt_dist.distributed.life.process_group import BACKENDS
 from torchopt_dist.distributed.life.running_group import RunningGroup
@@ -36,7 +35,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-@hinted
 def auto_init_rpc(
     worker_init_fn: Callable[[], Any] | None = None,
     worker_name_format: Callable[..., str] = default_worker_name_format,

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.collectives.watched_group import watched_group
 from torchopt_dist.distributed._meeting import beside, check_of, meet
 from torchopt_dist.distributed.calls.gather import GRACE_SECONDS, gather
@@ -30,7 +29,6 @@ from torchopt_dist.process.future import Future, as_completed
 __all__ = ["MirroredModule", "mirror"]
 
 
-@hinted
 def mirror(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,

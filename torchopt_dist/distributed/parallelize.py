@@ -14,7 +14,7 @@ import torch
 from torch.futures import Future
 
 from torchopt_dist.arguments.decorated import decorated_alone
-from torchopt_dist.arguments.options import check_options, not_callable, only_the_function
+from torchopt_dist.arguments.options import check_options, not_callable, only_the_function, unless
 from torchopt_dist.core.random_turns import draw_seed_returnable
 from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed._split import check_split, split_only
@@ -62,7 +62,7 @@ _EXECUTION = tuple(ExecutionKwargs.__annotations__)
 _OPTIONS = ("partitioner", "reducer", "timeout", *_EXECUTION, "buffers", "split", "team")
 
 
-@only_the_function
+@unless(only_the_function("remote_sync_call"))
 def remote_sync_call(
     func: Callable[..., Any],
     *,
@@ -150,7 +150,7 @@ def remote_sync_call(
     return _begun(func, args, kwargs, partitioner, reducer, timeout, options)()
 
 
-@only_the_function
+@unless(only_the_function("remote_async_call"))
 def remote_async_call(
     func: Callable[..., Any],
     *,
@@ -383,7 +383,7 @@ def parallelize(
     """
     if (alone := decorated_alone(parallelize, partitioner)) is not None:
         return alone
-    settings = _checked("parallelize", partitioner, reducer, timeout, options)
+    settings = _checked(partitioner, reducer, timeout, options)
     return functools.partial(_decorate, "parallelize", remote_sync_call, settings)
 
 
@@ -428,7 +428,7 @@ def parallelize_async(
     """Like :func:`parallelize`, but a call returns a future at once; see :func:`remote_async_call`."""
     if (alone := decorated_alone(parallelize_async, partitioner)) is not None:
         return alone
-    settings = _checked("parallelize_async", partitioner, reducer, timeout, options)
+    settings = _checked(partitioner, reducer, timeout, options)
     return functools.partial(_decorate, "parallelize_async", remote_async_call, settings)
 
 
@@ -456,7 +456,6 @@ def _decorate(
 
 
 def _checked(
-    name: str,
     partitioner: Partitioner | None,
     reducer: Callable[..., Any] | None,
     timeout: float | None,
@@ -467,7 +466,6 @@ def _checked(
     check_reducer(reducer)
     seconds_of(timeout)
     execution: Any = dict(options)
-    check_options(name, execution, _OPTIONS)
     buffers, team = execution.pop("buffers", None), execution.pop("team", None)
     check_buffers(buffers)
     split = execution.pop("split", None)

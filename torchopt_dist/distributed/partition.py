@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
 from torchopt_dist.distributed.group.resident import Shards, part_of
@@ -390,7 +389,6 @@ def _argument(path: str) -> str:
     return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
 
 
-@hinted
 def dim_partitioner(
     dim: int = 0,
     *,

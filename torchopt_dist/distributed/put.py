@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.group.resident import Resident, Shards, keep_here
 from torchopt_dist.distributed.messages.references import Reference, requires_grad
@@ -16,7 +15,6 @@ from torchopt_dist.distributed.partition import PartitionFunction, TensorDimensi
 __all__ = ["put"]
 
 
-@hinted
 def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool = False) -> Any:
     """Keep a constant on the workers: it is sent once to each worker that uses it, instead of with every call.
 

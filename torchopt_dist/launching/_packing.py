@@ -106,23 +106,14 @@ def pack_task(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         return pack((func, args, kwargs))
     except Exception as error:
         parts = [("func", func), *((f"args[{i}]", arg) for i, arg in enumerate(args)), *kwargs.items()]
-        unsendable = find_unsendable(parts, lambda part: _why_not(part) is None)
+        unsendable = find_unsendable(parts, pack)
         if unsendable is not None:
-            place, part = unsendable
+            place, part, why = unsendable
             raise SerializationError(
                 f"{place if '`' in place else f'`{place}`'} must be something that can be pickled, since workers are "
-                f"other processes, got {type(part).__name__} {safe_repr(part):.200}: {_why_not(part)}"
+                f"other processes, got {type(part).__name__} {safe_repr(part):.200}: {why}"
             ) from error
         raise SerializationError(f"the arguments cannot be sent to the workers: {error}") from error
-
-
-def _why_not(part: object) -> str | None:
-    """Why a value cannot be pickled; ``None`` if it can."""
-    try:
-        pack(part)
-    except Exception as error:
-        return f"{type(error).__name__}: {safe_repr(error, str)}"
-    return None
 
 
 def unpack_task(data: bytes) -> Task:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from torchopt_dist.arguments.options import close_to, hinted, not_callable
+from torchopt_dist.arguments.options import close_to, not_callable
 from torchopt_dist.errors import InitializationError, RemoteError, TodistError
 from torchopt_dist.launching._cluster import connect, find_hosts
 from torchopt_dist.launching._elastic import Membership, UnreachedMachine, run_attempts
@@ -52,7 +52,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@hinted
 @dataclass(frozen=True)
 class Launcher(LaunchOptions):
     """Runs functions on worker processes, each launch on new ones.

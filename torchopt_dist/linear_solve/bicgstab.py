@@ -12,13 +12,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.linear_solve.solver import KrylovOptions, Outcome, Solver, System
 
 __all__ = ["BiCGSTAB", "solve_bicgstab"]
 
 
-@hinted
 def solve_bicgstab(**options: Unpack[KrylovOptions]) -> Solver:
     """Stabilized biconjugate gradients, for any regular matrix: two products per iteration, and few vectors in memory.
 

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Numeric, TensorTree
 from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Preconditioner, Solver, System
 
 __all__ = ["ConjugateGradient", "solve_cg"]
 
 
-@hinted
 def solve_cg(
     *,
     ridge: Numeric | None = None,

@@ -12,13 +12,11 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.linear_solve.solver import KrylovOptions, Outcome, Solver, System
 
 __all__ = ["GMRES", "solve_gmres"]
 
 
-@hinted
 def solve_gmres(*, restart: int = 20, **options: Unpack[KrylovOptions]) -> Solver:
     """Generalized minimal residuals, restarted, for any regular matrix: one product per iteration.
 

@@ -7,14 +7,12 @@ from typing import Unpack
 
 import torch
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.linear_solve.cg import dot
 from torchopt_dist.linear_solve.solver import Outcome, Solver, SolverOptions, System
 
 __all__ = ["NeumannSeries", "solve_neumann"]
 
 
-@hinted
 def solve_neumann(*, alpha: float | None = None, **options: Unpack[SolverOptions]) -> Solver:
     """Sum the Neumann series ``alpha · Σ (I - alpha · A)ⁱ b`` up to the power ``maxiter``: one product per power.
 

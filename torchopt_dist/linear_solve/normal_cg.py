@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.linear_solve._operator import LinearOperator, NormalOperator
 from torchopt_dist.linear_solve.cg import ConjugateGradient
@@ -15,7 +14,6 @@ from torchopt_dist.linear_solve.solver import KrylovOptions, Solver, SolverInfo
 __all__ = ["NormalConjugateGradient", "solve_normal_cg"]
 
 
-@hinted
 def solve_normal_cg(**options: Unpack[KrylovOptions]) -> Solver:
     """Conjugate gradients on ``(Aᴴ A + ridge · I) x = Aᴴ b``, for any matrix: two products per iteration.
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import LinearSolver, TensorTree
 from torchopt_dist.nonlinear_solve.anderson import anderson
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolverInfo
@@ -21,7 +20,6 @@ from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolve
 __all__ = ["Equilibrium"]
 
 
-@hinted
 class Equilibrium(nn.Module):
     """A layer of infinite depth: its output is the ``z`` that a cell does not change, ``z = cell(z, x)``.
 

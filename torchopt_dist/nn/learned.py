@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.pytree._name_patterns import check_patterns, first_match, listed
 
 __all__ = ["LearnedHyperparameters", "learned"]
@@ -68,7 +67,6 @@ class LearnedHyperparameters(nn.Module):
         )
 
 
-@hinted
 def learned(
     model: nn.Module | Mapping[str, Tensor],
     *,

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import (
     CopyMode,
     Device,
@@ -94,7 +93,6 @@ def extract_state_dict(
     enable_visual: bool = ...,
     visual_prefix: str = ...,
 ) -> tuple[OptState, ...]: ...
-@hinted
 def extract_state_dict(
     target: nn.Module | StateHolder,
     *,
@@ -176,7 +174,6 @@ def recover_state_dict(target: nn.Module | StateHolder, state: ModuleState | Seq
         raise TypeError(f"`target` must be a module or a MetaOptimizer, got {type(target).__name__}")
 
 
-@hinted
 def module_clone(
     target: T, *, by: CopyMode = "reference", detach_buffers: bool = False, device: Device | None = None
 ) -> T:

@@ -12,13 +12,11 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolverOptions
 
 __all__ = ["Anderson", "anderson"]
 
 
-@hinted
 def anderson(
     *,
     history: int = 5,

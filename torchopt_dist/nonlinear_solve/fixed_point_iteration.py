@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import LinearSolver
 from torchopt_dist.linear_solve.solver import NotConverged
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
@@ -15,7 +14,6 @@ from torchopt_dist.nonlinear_solve.solver import NonlinearSolver
 __all__ = ["FixedPointIteration", "fixed_point_iteration"]
 
 
-@hinted
 def fixed_point_iteration(
     *,
     damping: float = 1.0,

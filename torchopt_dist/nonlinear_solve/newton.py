@@ -9,7 +9,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.vjp import vjp
 from torchopt_dist.linear_solve.solver import Solver
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolverOptions
@@ -18,7 +17,6 @@ from torchopt_dist.torch_private import transforms_are_active
 __all__ = ["Newton", "newton"]
 
 
-@hinted
 def newton(
     *, linear_solver: Solver | None = None, **options: Unpack[NonlinearSolverOptions]
 ) -> NonlinearSolver:

@@ -8,32 +8,42 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchopt_dist.pickling.serialized_exception import safe_repr
 from torchopt_dist.pytree._containers import flatten
 
 __all__ = ["find_unsendable"]
 
 
 def find_unsendable(
-    named: Iterable[tuple[str, Any]], can_be_sent: Callable[[Any], bool]
-) -> tuple[str, Any] | None:
-    """The place and the value of the first part that cannot be sent, as deep as there is one.
+    named: Iterable[tuple[str, Any]], pack: Callable[[Any], object]
+) -> tuple[str, Any, str] | None:
+    """The place and the value of the first part that cannot be sent, as deep as there is one, and why.
 
     Args:
         named: places and values to search.
-        can_be_sent: whether a value can be packed.
+        pack: raises an exception for what cannot be sent.
 
     Returns:
-        A place, such as ``"args[0].lock"`` or "`lock` of func", and the value there; ``None`` if all can be sent.
+        A place, such as ``"args[0].lock"`` or "`lock` of func", the value there, and the exception as text, which
+        holds no frames; ``None`` if all can be sent.
     """
     found, parts, seen = None, iter(named), set[int]()
     while True:  # one part deeper each time
         for path, part in parts:
-            if id(part) not in seen and not can_be_sent(part):
-                found, parts = (path, part), _parts(part, path)
+            if id(part) not in seen and (why := _why_not(pack, part)):
+                found, parts = (path, part, why), _parts(part, path)
                 seen.add(id(part))
                 break
         else:
             return found
+
+
+def _why_not(pack: Callable[[Any], object], part: Any) -> str:
+    try:
+        pack(part)
+    except Exception as error:
+        return f"{type(error).__name__}: {safe_repr(error, str)}"
+    return ""
 
 
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:

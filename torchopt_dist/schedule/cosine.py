@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import between, cosine, fall, progress, scalar
 from torchopt_dist.schedule._validation import check_steps, check_value
@@ -18,7 +17,6 @@ from torchopt_dist.schedule.polynomial import linear_schedule
 __all__ = ["cosine_decay", "warmup_cosine"]
 
 
-@hinted
 def cosine_decay(
     init_value: Numeric, decay_steps: int, alpha: Numeric = 0.0, exponent: Numeric = 1.0
 ) -> Schedule:
@@ -52,7 +50,6 @@ def cosine_decay(
     return partial(_decay, init_value, decay_steps, alpha, exponent)
 
 
-@hinted
 def warmup_cosine(
     init_value: Numeric,
     peak_value: Numeric,

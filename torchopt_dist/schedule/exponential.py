@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import clamp, floor, power, scalar, where
 from torchopt_dist.schedule._validation import check_steps, check_value
@@ -15,7 +14,6 @@ from torchopt_dist.schedule._validation import check_steps, check_value
 __all__ = ["exponential_decay"]
 
 
-@hinted
 def exponential_decay(
     init_value: Numeric,
     decay_rate: Numeric,

@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Numeric, Schedule
 
 __all__ = ["ScheduleLR"]
 
 
-@hinted
 class ScheduleLR(LRScheduler):
     """Set the learning rate of each group to the value of a schedule.
 

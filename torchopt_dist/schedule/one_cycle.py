@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import scalar
 from torchopt_dist.schedule._validation import check_steps, check_value
@@ -16,7 +15,6 @@ from torchopt_dist.schedule.polynomial import linear_schedule
 __all__ = ["one_cycle"]
 
 
-@hinted
 def one_cycle(
     peak_value: Numeric,
     transition_steps: int,

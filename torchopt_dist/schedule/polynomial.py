@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Numeric, Schedule
 from torchopt_dist.schedule._numeric import between, fall, progress, scalar
 from torchopt_dist.schedule._validation import check_steps, check_value
@@ -12,7 +11,6 @@ from torchopt_dist.schedule._validation import check_steps, check_value
 __all__ = ["linear_schedule", "polynomial_schedule"]
 
 
-@hinted
 def polynomial_schedule(
     init_value: Numeric,
     end_value: Numeric,
@@ -53,7 +51,6 @@ def polynomial_schedule(
     return partial(_polynomial, init_value, end_value, power, max(transition_steps, 0), transition_begin)
 
 
-@hinted
 def linear_schedule(
     init_value: Numeric, end_value: Numeric, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:

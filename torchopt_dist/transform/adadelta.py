@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.transform._elementwise import elementwise
@@ -76,7 +75,6 @@ def _formula(
     return deltas, square_avgs, acc_deltas
 
 
-@hinted
 @documented
 def adadelta(
     lr: ScalarOrSchedule = 1e-3,

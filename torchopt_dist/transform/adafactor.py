@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import OptState, Params, ScalarOrSchedule, TensorTree, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import pick, present, put
@@ -44,7 +43,6 @@ class AdafactorState(NamedTuple):
     """Running averages of the squared gradients, for parameters of fewer than two dimensions; else ``None``."""
 
 
-@hinted
 @documented
 def adafactor(
     lr: ScalarOrSchedule = 1e-2,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
@@ -111,7 +110,6 @@ class DecayState(NamedTuple):
     """How many gradients each parameter has had: a 0-d float32 tensor each, on the CPU."""
 
 
-@hinted
 @documented
 def adagrad(
     lr: ScalarOrSchedule = 1e-2,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
@@ -138,7 +137,6 @@ def _amsgrad(
     return directions, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps
 
 
-@hinted
 @documented
 def adam(
     lr: ScalarOrSchedule = 1e-3,
@@ -192,7 +190,6 @@ def adam(
     )
 
 
-@hinted
 @documented
 def adamw(
     lr: ScalarOrSchedule = 1e-3,

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
@@ -89,7 +88,6 @@ def _formula(
     return directions, exp_avgs, exp_infs, steps
 
 
-@hinted
 @documented
 def adamax(
     lr: ScalarOrSchedule = 1e-3,

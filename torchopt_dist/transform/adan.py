@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Numeric, Params, ScalarOrSchedule, Schedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
@@ -150,7 +149,6 @@ def _inverse_root(x: HyperParameter) -> HyperParameter:
     return x**-0.5
 
 
-@hinted
 @documented
 def adan(
     lr: ScalarOrSchedule = 1e-3,

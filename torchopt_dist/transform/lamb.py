@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule
 from torchopt_dist.transform._elementwise import on_leaves
 from torchopt_dist.transform._hyperparameters import HyperParameter, check_decays
@@ -61,7 +60,6 @@ def _norm(x: Tensor) -> Tensor:
     return torch.where(there, torch.where(there, total, 1.0).sqrt(), 0.0)
 
 
-@hinted
 @documented
 def lamb(
     lr: ScalarOrSchedule = 1e-3,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.transform._elementwise import elementwise
@@ -64,7 +63,6 @@ def _formula(
     return signs, foreach.interpolate(exp_avgs, grads, 1 - b2, inplace=inplace)
 
 
-@hinted
 @documented
 def lion(
     lr: ScalarOrSchedule = 1e-4,

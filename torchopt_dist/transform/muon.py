@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import Params, ScalarOrSchedule
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import present
@@ -138,7 +137,6 @@ def _normalized(x: Tensor, least: float) -> Tensor:
     return torch.where(there, scaled / torch.where(there, total, 1.0).sqrt(), x / max(least, tiny))
 
 
-@hinted
 @documented
 def muon(
     lr: ScalarOrSchedule = 1e-3,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.ops import _foreach as foreach
@@ -137,7 +136,6 @@ def _adaptive(
     return torch.where(trusted, factor, 0.0) if isinstance(trusted, Tensor) else factor
 
 
-@hinted
 @documented
 def radam(
     lr: ScalarOrSchedule = 1e-3,

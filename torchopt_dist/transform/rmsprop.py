@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule, TensorTree
 from torchopt_dist.ops._rmsprop import rmsprop as rmsprop_op
 from torchopt_dist.ops._rmsprop import rmsprop_
@@ -118,7 +117,6 @@ def _scaled(
     return elementwise(state_type, formula, moment_requires_grad, square_avg=initial_scale)
 
 
-@hinted
 @documented
 def rmsprop(
     lr: ScalarOrSchedule = 1e-2,

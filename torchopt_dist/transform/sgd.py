@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.types import ScalarOrSchedule
 from torchopt_dist.ops._sgd import sgd as sgd_op
 from torchopt_dist.ops._sgd import sgd_
@@ -19,7 +18,6 @@ from torchopt_dist.transform.trace import TraceState, check_momentum, trace
 __all__ = ["sgd"]
 
 
-@hinted
 @documented
 def sgd(
     lr: ScalarOrSchedule = 1e-3,

@@ -16,7 +16,7 @@ import torchopt_dist as todist
 from tests.distributed.programs import count, data, kept_on, mlp, runs, survive
 from tests.waits import say, wait_until, watch
 from torchopt_dist.core import random_turns
-from torchopt_dist.distributed.calls.again import GradientsAgain
+from torchopt_dist.distributed.calls.again import Again, gradients_again
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.transport.retries import Ask, Attempt, Deadline, Retries, Sent
@@ -411,17 +411,14 @@ def test_a_value_is_handed_out_while_its_home_computes_a_task_that_is_alone(worl
 def test_an_error_of_what_is_made_again_is_told_however_soon_it_comes():
     """And not the loss for which it was made again."""
 
-    class Graph:
-        def is_loss(self, worker, error):
-            return True
+    def make(*_):
+        raise RuntimeError("has been changed in place since")
 
-        def outputs(self, *_):
-            raise RuntimeError("has been changed in place since")
-
+    graph = Again(make, lambda *_: {}, lambda *_: True, lambda _: None, outputs=[0])
     at_once = SimpleNamespace(names=("a", "b"), threads=SimpleNamespace(run=lambda work: work()))
     x, lost = torch.ones(2, requires_grad=True), Future()
     lost.set_exception(todist.WorkerLostError("rank 1 died"))
-    again = GradientsAgain(Graph(), [torch.ones(2)], [True], [x], CallerState.capture())
+    again = gradients_again(graph, [torch.ones(2)], [True], [x], CallerState.capture())
     made = again.instead_of(lost, at_once, 1, ExecutionOptions(retries=1), Deadline(0.0))
     with pytest.raises(RuntimeError, match="has been changed in place since"):
         made.result(10)

@@ -16,7 +16,7 @@ from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchopt_dist as todist
-from torchopt_dist.distributed.serialization.unsendable import place_in_values
+from torchopt_dist.distributed.serialization.pickling import place_of
 
 
 def fake():
@@ -108,10 +108,10 @@ def closure():
     ],
 )
 def test_the_place_is_that_of_the_smallest_part(value, place):
-    assert place_in_values([1, value]) == place
+    assert place_of([("result", 1), ("result", value)], main_by_name=True) == place
 
 
 def test_the_search_ends_in_what_contains_itself():
     batch = Batch(None)
     batch.x = {"again": batch, "lock": threading.Lock()}
-    assert place_in_values([batch]) == "result.x['lock']: "
+    assert place_of([("result", batch)], main_by_name=True) == "result.x['lock']: "

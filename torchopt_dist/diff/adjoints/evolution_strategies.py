@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchopt_dist.arguments.integers import integer
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import samples_for
@@ -16,7 +15,6 @@ from torchopt_dist.diff.adjoints.adjoint import Adjoint
 __all__ = ["EvolutionStrategies"]
 
 
-@hinted
 @dataclass(frozen=True)
 class EvolutionStrategies(Adjoint):
     """The gradient of the loop smoothed by noise, estimated by antithetic pairs of loops (Salimans et al., 2017).

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.integers import integer
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.types import LinearSolver
 from torchopt_dist.core.vjp import Tensors
@@ -33,7 +32,6 @@ from torchopt_dist.torch_private import transforms_are_active
 __all__ = ["Implicit"]
 
 
-@hinted
 @dataclass(frozen=True)
 class Implicit(Adjoint):
     """The gradient of a stationary point of the inner loss, however it was reached (iMAML, Rajeswaran et al., 2019).

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchopt_dist.arguments.integers import integer
-from torchopt_dist.arguments.options import hinted
 from torchopt_dist.diff.adjoints._antithetic import run_with_pairs
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._samples import samples_for
@@ -15,7 +14,6 @@ from torchopt_dist.diff.adjoints.evolution_strategies import EvolutionStrategies
 __all__ = ["PersistentEvolutionStrategies"]
 
 
-@hinted
 @dataclass(frozen=True)
 class PersistentEvolutionStrategies(EvolutionStrategies):
     """As :class:`EvolutionStrategies`, with new noise for every ``unroll`` steps (PES, Vicol et al., 2021).

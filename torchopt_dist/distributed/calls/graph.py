@@ -28,7 +28,7 @@ from torch import Tensor
 from torchopt_dist.core.grad_accumulators import apart_from
 from torchopt_dist.core.random_turns import lent
 from torchopt_dist.core.versions import Seen, check_inputs
-from torchopt_dist.distributed.calls.again import Again, CallAgain, GradientsAgain
+from torchopt_dist.distributed.calls.again import Again, call_again, gradients_again
 from torchopt_dist.distributed.calls.local import Beside, Here
 from torchopt_dist.distributed.calls.nodes import collect, dispatch
 from torchopt_dist.distributed.calls.siblings import Siblings
@@ -42,8 +42,7 @@ from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.messages.requests import BACKWARD_TWICE, Backward, Call, Key
 from torchopt_dist.distributed.serialization.names import code_of
-from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, reply_of
-from torchopt_dist.distributed.serialization.unsendable import place_in_payload
+from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, place_of, reply_of
 from torchopt_dist.distributed.transport.base import Sender
 from torchopt_dist.distributed.transport.retries import Ask, AsSent, Attempt, Deadline, Sent
 from torchopt_dist.distributed.worker.device import receiving_device
@@ -148,7 +147,7 @@ class RemoteGraph:
         options, device, group = self.siblings.options, sent.message.device, self.group
         if self.kept and self.again is None and options.outlives_workers:
             new = partial(RemoteGraph, worker=self.worker, transport=self.transport)
-            self.again = CallAgain(group, sent, self.inputs.tensors, new)
+            self.again = call_again(group, sent, self.inputs.tensors, new)
         ask = Ask(
             sent,
             Attempt(self.worker, self.transport, self.key),
@@ -186,9 +185,10 @@ class RemoteGraph:
         try:
             message = self.pack(request, modules)
         except SerializationError as error:
-            function, place = _name(payload), place_in_payload(payload, main_by_name=self._main_by_name)
+            tasks = [part for task in payload.tasks for part in zip(("args", "kwargs"), task, strict=True)]
+            place = place_of([("func", payload.function), *tasks], main_by_name=self._main_by_name)
             raise SerializationError(
-                f"`{function}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
+                f"`{_name(payload)}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
             ) from error
         moves = self.siblings.options.outlives_workers and not self.own
         if moves and any(isinstance(each, StayingModule) for each in message.handles):
@@ -330,7 +330,7 @@ class RemoteGraph:
             reply.add_done_callback(partial(_no_more_chunks, self.group, graph.key))
         again = None
         if self.again is not None:
-            again = GradientsAgain(self.again, output_grads, wanted, inputs.tensors, state)
+            again = gradients_again(self.again, output_grads, wanted, inputs.tensors, state)
             options, deadline = self.siblings.options, Deadline(self.siblings.seconds)
             reply = again.instead_of(reply, self.group, self.worker, options, deadline)
             graph.again = again if recorded else None
@@ -364,8 +364,8 @@ class RemoteGraph:
         self.gone = True
         places = [place for place, grad in enumerate(grads) if grad is not None and grad.requires_grad]
         found = [grad if grad is None else grad.detach() for grad in grads]
-        if anchor is not None and places and isinstance(self.again, GradientsAgain):
-            self.again.are_at(places)
+        if anchor is not None and places and self.again is not None:
+            self.again.outputs = places
             self.unused = set(range(len(places)))
             outputs = [grad for grad in (found[place] for place in places) if grad is not None]
             for place, output in zip(places, collect(self, anchor, outputs), strict=True):
@@ -380,7 +380,7 @@ class RemoteGraph:
         inputs: Seen,
         arriving: Arriving | None,
         streamed: Sequence[int],
-        again: GradientsAgain | None,
+        again: Again | None,
     ) -> list[Tensor | None]:
         """Wait for the inputs' gradients; if recorded, these are connected to the results' gradients and to the inputs.
 

@@ -21,7 +21,7 @@ from torchopt_dist.distributed.group.chunks import Chunk
 from torchopt_dist.distributed.group.group import Group, answering_group
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Errand
-from torchopt_dist.distributed.serialization.pickling import pack, raised, reply_of
+from torchopt_dist.distributed.serialization.pickling import pack, reply_of
 from torchopt_dist.distributed.worker.chunk_requests import TakeChunk, arriving
 from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.errors import WorkerLostError
@@ -90,7 +90,7 @@ class Child:
         if self.branch.branches:
             values: list[dict[int, Message | None]] = graph.collect(self._anchor, reply)
             return values[0]
-        if raised(reply):
+        if reply.told is not None:
             graph.values_of(reply)
         with graph.span("unpack"):
             connected = graph.connected(self._anchor, reply.received())

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from torchopt_dist.core.random_turns import lent
-from torchopt_dist.distributed.calls.again import ANOTHER_GRAPH
+from torchopt_dist.distributed.calls.again import Again
 from torchopt_dist.distributed.calls.relay import Branch, Child, spread
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.calls.tree import Twig, common, tree
@@ -57,14 +56,6 @@ class Shares:
         self._send(replies, siblings, instead or {})
         return replies
 
-    def send_again(self, workers: Iterable[int], instead: Mapping[int, Tensor]) -> dict[int, Future[Message]]:
-        """The same as a call of its own."""
-        return self.send(workers, replace(self._siblings, log=None, took=None), instead)
-
-    def avoid(self, worker: int) -> None:
-        """Let no tree lead through a worker any more."""
-        self._avoided.add(worker)
-
     def _send(
         self, replies: Mapping[int, Future[Message]], siblings: Siblings, instead: Mapping[int, Tensor]
     ) -> None:
@@ -82,7 +73,7 @@ class Shares:
         for child in spread(siblings, branches, chunks_of(hoisted), as_sent=self._as_sent, instead=instead):
             workers = child.branch.workers()
             if mends:
-                child.graph.again = _RepliesAgain(self, instead, workers)
+                child.graph.again = self._again(instead, workers)
             branch = {worker: replies[worker] for worker in workers}
             child.reply.add_done_callback(partial(self._arrived, branch, child, instead))
         for worker in alone:
@@ -124,7 +115,7 @@ class Shares:
             found = {first: None}
         for worker, message in found.items():
             if message is None:
-                self.avoid(worker)
+                self._avoided.add(worker)
             else:
                 replies.pop(worker).set_result(message)
         if replies:
@@ -148,7 +139,33 @@ class Shares:
         which = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
         return CallTimeoutError(f"{which} took longer than timeout={self._siblings.seconds:g} s")
 
-    def is_loss_of(self, workers: Iterable[int], asked: int, error: BaseException) -> int | None:
+    def _again(self, connected: Mapping[int, Tensor], workers: Sequence[int]) -> Again:
+        """What makes the replies of a branch again, by a call of its own; each loss of a worker is mended."""
+
+        def make(
+            outputs: Sequence[tuple[int, int]],
+            numbers: Sequence[int],
+            instead: Mapping[int, Tensor],
+            left: ExecutionOptions,
+            deadline: Deadline,
+        ) -> Mapping[tuple[int, int], Tensor]:
+            del left, deadline
+            of_messages = {which: instead.get(id(tensor), tensor) for which, tensor in connected.items()}
+            siblings = replace(self._siblings, log=None, took=None)
+            asked = dict.fromkeys(outputs[number][0] for number in numbers)
+            replies = self.send(asked, siblings, {**instead, **of_messages})
+            with lent():
+                return _tensors_of({worker: reply.result() for worker, reply in replies.items()})
+
+        def is_loss(asked: int, error: BaseException) -> bool:
+            lost = self._lost(workers, asked, error)
+            if lost is not None:
+                self._avoided.add(lost)
+            return lost is not None
+
+        return Again(make, lambda _, values: _tensors_of(values[0]), is_loss, self._avoided.add)
+
+    def _lost(self, workers: Sequence[int], asked: int, error: BaseException) -> int | None:
         """The one of ``workers`` that is lost, if the error of the one that was asked says so."""
         if not isinstance(error, WorkerLostError):
             return None
@@ -159,54 +176,11 @@ class Shares:
         return lost if lost in workers and group.membership.goes_on_without(lost) else None
 
 
-class _RepliesAgain:
-    """The replies of a branch of the tree; see :class:`~torchopt_dist.distributed.calls.again.Again`."""
-
-    def __init__(self, shares: Shares, instead: Mapping[int, Tensor], workers: Sequence[int]) -> None:
-        self._workers = workers
-        self._shares = shares
-        self._instead = instead
-        self._places: list[tuple[int, int]] = []
-
-    def found(self, reply: Message, values: Iterable[Any]) -> None:
-        """See :class:`~torchopt_dist.distributed.calls.again.Again`."""
-        places = {
-            id(tensor): (worker, number)
-            for found in values
-            for worker, message in found.items()
-            if message is not None
-            for number, tensor in enumerate(message.tensors)
-        }
-        self._places = [places[id(reply.tensors[number])] for number in reply.connected]
-
-    def avoid(self, worker: int) -> None:
-        """See :class:`~torchopt_dist.distributed.calls.again.Again`."""
-        self._shares.avoid(worker)
-
-    def outputs(
-        self,
-        numbers: Sequence[int],
-        instead: Mapping[int, Tensor],
-        left: ExecutionOptions,
-        deadline: Deadline,
-    ) -> list[Tensor]:
-        """See :class:`~torchopt_dist.distributed.calls.again.Again`; each loss of a worker of a tree is mended."""
-        del left, deadline
-        places = [self._places[number] for number in numbers]
-        workers = dict.fromkeys(worker for worker, _ in places)
-        of_messages = {which: instead.get(id(tensor), tensor) for which, tensor in self._instead.items()}
-        replies = self._shares.send_again(workers, {**instead, **of_messages})
-        with lent():
-            messages = {worker: reply.result() for worker, reply in replies.items()}
-        for worker, number in places:
-            tensors = messages[worker].tensors
-            if number >= len(tensors) or not tensors[number].requires_grad:
-                raise RuntimeError(ANOTHER_GRAPH)
-        return [messages[worker].tensors[number] for worker, number in places]
-
-    def is_loss(self, worker: int, error: BaseException) -> bool:
-        """See :class:`~torchopt_dist.distributed.calls.again.Again`."""
-        lost = self._shares.is_loss_of(self._workers, worker, error)
-        if lost is not None:
-            self._shares.avoid(lost)
-        return lost is not None
+def _tensors_of(replies: Mapping[int, Message | None]) -> dict[tuple[int, int], Tensor]:
+    """By worker and number."""
+    return {
+        (worker, number): tensor
+        for worker, reply in replies.items()
+        if reply is not None
+        for number, tensor in enumerate(reply.tensors)
+    }

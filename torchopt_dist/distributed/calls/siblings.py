@@ -11,7 +11,7 @@ from torchopt_dist.distributed.group.call_log import CallLog
 from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
-from torchopt_dist.distributed.serialization.pickling import raised, reply_of
+from torchopt_dist.distributed.serialization.pickling import reply_of
 from torchopt_dist.pickling.serialized_exception import SerializedException
 from torchopt_dist.process.future import Future
 from torchopt_dist.torch_private import engine_run
@@ -66,7 +66,7 @@ class Siblings:
             if reply is None:
                 continue  # it was taken up, and was no error
             message = reply.result()
-            if raised(message):
+            if message.told is not None:
                 reply_of(message, worker, self.error_of)
 
 

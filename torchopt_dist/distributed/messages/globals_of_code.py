@@ -1,84 +1,45 @@
-"""Functions that are sent as code → which tensors only their global variables hold, and a warning if these take much.
-
-Python's pickler is not told where a part of an object belongs. So the global variables of a function are pickled
-between two objects, and whatever is met for the first time between these is met in global variables.
-"""
+"""Functions that are sent as code → the tensors that only their global variables hold, and a warning of much."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["MUCH_CODE", "Beginning", "End", "GlobalsOfCode", "description_of_much", "enclosed"]
+__all__ = ["MUCH_CODE", "GlobalsOfCode", "description_of_much"]
 
 MUCH_CODE = 1 << 20
 """Bytes from which on the global variables that go with the code of a function are warned of."""
 
 
+@dataclass
 class GlobalsOfCode:
     """What a pickler meets in the global variables of functions whose code it sends.
 
     Attributes:
-        depth: of how many functions the global variables are being pickled, one inside another.
+        inside: whether it is at these variables now.
         numbers: of the tensors that have been met nowhere else.
         pickled: how many bytes of the pickle the variables take.
     """
 
-    def __init__(self) -> None:
-        self.depth = 0
-        self.numbers: set[int] = set()
-        self.variables: dict[str, Any] = {}
-        self.pickled = 0
-        self._began = 0
+    inside: bool = False
+    numbers: set[int] = field(default_factory=set)
+    variables: dict[str, Any] = field(default_factory=dict)
+    pickled: int = 0
 
-    def begin(self, variables: dict[str, Any], position: int) -> None:
-        """The pickler comes to the variables of a function, at this position of its file."""
-        if not self.depth:
-            self._began = position
-        self.depth += 1
-        self.variables.update(variables)
-
-    def end(self, position: int) -> None:
-        """The pickler has written them."""
-        self.depth -= 1
-        if not self.depth:
-            self.pickled += position - self._began
-
-    def met(self, number: int, *, is_new: bool, elsewhere: bool) -> None:
+    def met(self, number: int, *, is_new: bool) -> None:
         """A tensor is met, in global variables or elsewhere."""
-        if not elsewhere and is_new:
-            self.numbers.add(number)
-        elif elsewhere:
+        if not self.inside:
             self.numbers.discard(number)
+        elif is_new:
+            self.numbers.add(number)
 
     def nbytes(self, tensors: Sequence[Tensor]) -> int:
         """How many bytes they take, of the pickle and of tensors."""
         return self.pickled + sum(tensors[number].nbytes for number in self.numbers)
-
-    def matter(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is of importance that they are met nowhere else."""
-        needed = any(tensors[number].requires_grad for number in self.numbers)
-        return needed or self.nbytes(tensors) > MUCH_CODE
-
-
-class Beginning:
-    """In a pickle: the global variables of a function, which begin here."""
-
-    def __init__(self, variables: dict[str, Any]) -> None:
-        self.variables = variables
-
-
-class End:
-    """In a pickle: the end of these variables."""
-
-
-def enclosed(variables: dict[str, Any], end: None) -> dict[str, Any]:
-    """In a pickle: the variables that an :class:`End` follows."""
-    del end
-    return variables
 
 
 def description_of_much(

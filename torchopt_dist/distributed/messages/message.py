@@ -38,14 +38,15 @@ class Message:
         used_up: in a reply, a graph that its sender drops only after sending, since freeing it takes time.
         buffers: at the sender, the numbers of the tensors, besides parameters, that a module may hold and change, and
             of those on the memory of numpy arrays.
-        holes: where long ``bytes`` are left out of the skeleton, and the numbers of the tensors that lie on them.
         references: the ``torch.distributed.rpc.RRef``s that the skeleton mentions.
         handles: at the sender, those that the skeleton mentions; their values are there while the message is.
         key: of a call that is sent again, or handed on; it counts instead of the one in the skeleton.
         arrived: of a call that has been rebuilt, what its tasks get for RRefs that are connected to it.
+        told: of a reply that is an exception, its text, its traceback and its worker, for who cannot read the rest.
         code: at the sender, the global variables that functions bring that are sent as code.
-        apart: of a call that has been rebuilt, its tensors that only such variables hold. They are the receiver's own:
-            they require grad, but no gradient goes back to the sender.
+        cut: of a call, the numbers of tensors that only such variables hold, and that require grad there.
+        apart: of a call that has been rebuilt, these tensors. They are the receiver's own: they require grad, but no
+            gradient goes back to the sender.
     """
 
     skeleton: bytes
@@ -57,13 +58,14 @@ class Message:
     device: str | None = None
     used_up: Any = None
     buffers: frozenset[int] = frozenset()
-    holes: tuple[tuple[int, int], ...] = ()
     references: list[Any] = field(default_factory=list)
     handles: list[Handle | StayingModule] = field(default_factory=list)
     key: tuple[int, int] | None = None
     late: Late | None = None
     arrived: Sequence[ConnectedRRef] = ()
+    told: tuple[str, str, str] | None = None
     code: GlobalsOfCode | None = None
+    cut: tuple[int, ...] = ()
     apart: Sequence[torch.Tensor] = ()
 
     def detached(self) -> Message:
@@ -97,7 +99,7 @@ class Message:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Inside another message: its content, whose tensors the other message has, too."""
-        content = self.structures, self.holes, self.device, self.references, self.late
+        content = self.structures, self.device, self.references, self.late, self.told, self.cut
         return _inner, (self.skeleton, self.tensors, *content)
 
     def late_tensors(self) -> list[torch.Tensor]:
@@ -117,7 +119,7 @@ class Message:
 
 def _inner(skeleton: bytes, tensors: list[torch.Tensor], *content: Any) -> Message:
     """In a pickle: a message that is forwarded."""
-    structures, holes, device, references, late = content
+    structures, device, references, late, told, cut = content
     return Message(
         skeleton,
         tensors,
@@ -125,7 +127,8 @@ def _inner(skeleton: bytes, tensors: list[torch.Tensor], *content: Any) -> Messa
         [isinstance(tensor, nn.Parameter) for tensor in tensors],
         structures,
         device=device,
-        holes=holes,
         references=references,
         late=late,
+        told=told,
+        cut=cut,
     )

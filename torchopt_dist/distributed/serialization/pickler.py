@@ -1,16 +1,19 @@
 """An object → its skeleton, a pickle without the tensors and the module structures that it mentions.
 
-Tensors are taken out of the pickle wherever they are, and so are large arrays of numpy and long ``bytes``. Modules are
-taken out, too, so that one that goes to several workers is pickled once.
+Tensors are taken out of the pickle wherever they are, and so are large arrays of numpy. Modules are taken out, too, so
+that one that goes to several workers is pickled once.
 """
 
 from __future__ import annotations
 
+import dis
+import gc
+import io
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
-from types import CodeType, FunctionType
+from collections.abc import Iterable, Mapping
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -19,14 +22,11 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
-from torchopt_dist.distributed.messages.globals_of_code import Beginning, End, enclosed
 from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
 from torchopt_dist.distributed.serialization import unpickler
-from torchopt_dist.distributed.serialization.long_bytes import Writer
 from torchopt_dist.distributed.serialization.names import find, name_of
 from torchopt_dist.distributed.serialization.parametrized import is_parametrized, reduced
-from torchopt_dist.distributed.serialization.shared_objects import rebinds, some_can_change
 from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.nn._module_copy import ModuleCopy
 from torchopt_dist.pickling.code_pickler import CodePickler, op_of_torch
@@ -37,6 +37,8 @@ __all__ = ["OverlapError", "PackedModules", "Pickler", "Structures", "dump"]
 
 IN_THE_PICKLE = 1 << 16
 """Bytes up to which a numpy array is copied into the pickle; a larger one travels like a tensor."""
+MUCH = 1 << 12
+"""Parts of a global variable, or characters in it, from which on it is not looked through."""
 
 _REFERENCES: tuple[type, ...] = (rpc.PyRRef, ConnectedRRef) if rpc.is_available() else ()
 """RPC pickles its references itself, since it counts who has one."""
@@ -67,34 +69,23 @@ def dump(
     structures: Structures | None,
     packed: PackedModules,
     *,
-    whole: bool = False,
     needs_code: bool = False,
 ) -> Pickler:
     """Pickle an object; returns the pickler, which has the skeleton and the tensors, numbered anew.
 
-    ``structures`` get those of the object; without them modules are not taken out. In a ``whole`` pickle all long bytes
-    stay. ``needs_code``: the object is known to hold a function without a name.
+    ``structures`` get those of the object; without them modules are not taken out. ``needs_code``: the object is known
+    to hold a function without a name.
     """
     pickler: Pickler
     if not needs_code:
-        pickler = _NamePickler(like, structures, packed, whole=whole)
+        pickler = _NamePickler(like, structures, packed)
         try:
             pickler.dump(value)
             return pickler
         except (_NeedsCodeError, pickle.PicklingError, AttributeError, TypeError):
             pass  # what it has written is freed before the other one begins
-    pickler = _CodePickler(like, structures, packed, whole=whole)
+    pickler = _CodePickler(like, structures, packed)
     pickler.dump(value)
-    tensors, of_globals = pickler.tensors, pickler.tensors.of_globals
-    if of_globals is not None and of_globals.matter(tensors.all):
-        # What was met in them first may be met elsewhere again, unseen, since the pickler knows it by then.
-        again: Structures | None = None if structures is None else {}
-        other = _CodePickler(like, again, packed, whole=True, with_globals=False)
-        other.dump(value)
-        others = other.tensors
-        apart = others.of_globals.numbers if others.of_globals else ()
-        elsewhere = {id(tensor) for number, tensor in enumerate(others.all) if number not in apart}
-        of_globals.numbers -= {n for n in of_globals.numbers if id(tensors.all[n]) in elsewhere}
     return pickler
 
 
@@ -109,11 +100,9 @@ class Pickler(pickle.Pickler):
     # Where a `_CodePickler` keeps, by id, the namespaces of the functions whose code it sends.
     globals_ref: Mapping[int, Any] = {}
 
-    def __init__(
-        self, like: Tensors, structures: Structures | None, packed: PackedModules, *, whole: bool
-    ) -> None:
+    def __init__(self, like: Tensors, structures: Structures | None, packed: PackedModules) -> None:
         self.tensors = like.empty()
-        self.file = Writer(None if whole else self.tensors.number)
+        self.file = io.BytesIO()
         super().__init__(self.file, protocol=pickle.HIGHEST_PROTOCOL)
         self._main_by_name = like.main_by_name
         self._structures = structures
@@ -181,14 +170,14 @@ class Pickler(pickle.Pickler):
             like = Tensors(self._main_by_name, here=self.tensors.here)
             like.staying = self.tensors.staying
             like.module = module
-            pickler = dump(module, like, None, {}, whole=True)
+            pickler = dump(module, like, None, {})
             if (
                 pickler.tensors.references
             ):  # these must be sent with each message, and a structure is packed once
                 raise OverlapError
             self._packed[key] = pickler
         self._parts.append(pickler)
-        structure, _ = pickler.file.pickle()
+        structure = pickler.file.getvalue()
         number = structures.setdefault(structure, len(structures))
         return unpickler.module, (number, self.tensors.include(pickler.tensors))
 
@@ -213,15 +202,49 @@ class Pickler(pickle.Pickler):
         namespaces = set(self.globals_ref)
         for part in self._parts:
             self._meet(met, {key: obj for key, (_, obj) in part.memo.copy().items()})
-            if namespaces & part.globals_ref.keys() and any(map(rebinds, met.values())):
+            if namespaces & part.globals_ref.keys() and any(map(_rebinds, met.values())):
                 raise OverlapError
             namespaces |= part.globals_ref.keys()
 
     def _meet(self, met: dict[int, Any], more: dict[int, Any]) -> None:
         """Add objects by id to those that have been met, if none that can change is among both."""
-        if some_can_change([met[key] for key in met.keys() & more.keys()], self._main_by_name):
+        if _some_can_change([met[key] for key in met.keys() & more.keys()], self._main_by_name):
             raise OverlapError
         met.update(more)
+
+
+# Objects that two pickles share: if one can change, all must be in one pickle.
+
+
+def _some_can_change(shared: Iterable[Any], main_by_name: bool) -> bool:
+    """Whether one of the objects that two pickles share can change; what belongs to shared code counts as code."""
+    code: set[int] = set()
+    suspects = []
+    for obj in shared:
+        if isinstance(obj, type):
+            code.update(map(id, vars(obj).values()))
+        elif isinstance(obj, FunctionType):
+            if vars(obj) and name_of(obj, main_by_name) is None:
+                return True
+            code |= {id(obj.__annotations__), id(obj.__kwdefaults__)}
+        elif not _is_constant(obj):
+            suspects.append(obj)
+    return any(id(obj) not in code for obj in suspects)
+
+
+_KEPT = (ModuleType, CellType, torch.dtype, torch.layout, torch.memory_format)
+
+
+def _is_constant(obj: Any) -> bool:
+    # Each function gets cells of its own, in one pickle too; the contents of the cells have entries of their own in the
+    # memo. So have the parts and the `__dict__` of an object that is hashed by its value.
+    hashed_by: Any = type(obj).__hash__
+    return hashed_by not in (None, object.__hash__) or isinstance(obj, _KEPT)
+
+
+def _rebinds(obj: Any) -> bool:
+    """Whether ``obj`` is a function that assigns to a global variable."""
+    return isinstance(obj, FunctionType) and dis.opmap["STORE_GLOBAL"] in obj.__code__.co_code[::2]
 
 
 PackedModules: TypeAlias = dict[tuple[int, bool, frozenset[int]], Pickler]
@@ -256,11 +279,28 @@ class _NamePickler(Pickler):
 
 
 class _CodePickler(Pickler, CodePickler):
-    """Sends the code of functions and classes that have no name on the receiver."""
+    """Sends the code of functions and classes that have no name on the receiver.
 
-    def __init__(self, *args: Any, whole: bool, with_globals: bool = True) -> None:
-        super().__init__(*args, whole=whole)
-        self._with_globals = with_globals
+    The global variables of such a function that may hold tensors come after all else, so a tensor that is new there is
+    met in global variables alone. The others come with it: objects may be rebuilt by the function.
+    """
+
+    def __init__(self, like: Tensors, structures: Structures | None, packed: PackedModules) -> None:
+        super().__init__(like, structures, packed)
+        self._later: list[tuple[FunctionType, dict[str, Any]]] = []
+
+    def dump(self, obj: Any, /) -> None:
+        """Write the object, and then the global variables."""
+        super().dump(obj)
+        if not self._later:
+            return
+        code, began = self.tensors.globals_of_code(), self.file.tell()
+        code.inside = True
+        while self._later:  # these variables may hold other functions
+            later, self._later = self._later, []
+            super().dump(later)
+        code.inside = False
+        code.pickled = self.file.tell() - began
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is FunctionType and obj in _STAND_INS:
@@ -273,23 +313,37 @@ class _CodePickler(Pickler, CodePickler):
             # It stays in this process, where nobody can change it.
             self.tensors.references.append(obj)
             return unpickler.reference, (len(self.tensors.references) - 1,)
-        elif type(obj) is Beginning:
-            self.tensors.globals_of_code().begin(obj.variables, self.file.length)
-            return enclosed, (obj.variables, End())
-        elif type(obj) is End:
-            self.tensors.globals_of_code().end(self.file.length)
-            return unpickler.nothing, ()
         taken_out = Pickler.reducer_override(self, obj)
         if taken_out is not NotImplemented:
             return taken_out
         reduced = CodePickler.reducer_override(self, obj)
-        if isinstance(obj, FunctionType) and reduced is not NotImplemented and "__globals__" in reduced[2][1]:
+        if isinstance(obj, FunctionType) and reduced is not NotImplemented:
             slots = reduced[2][1]
-            if not self._with_globals:
-                slots["__globals__"] = {}
-            elif slots["__globals__"]:
-                slots["__globals__"] = Beginning(slots["__globals__"])
+            variables = slots.get("__globals__", {})
+            later = {name: each for name, each in variables.items() if self._may_hold_tensors(each)}
+            if later:
+                slots["__globals__"] = {name: variables[name] for name in variables if name not in later}
+                self.tensors.globals_of_code().variables.update(later)
+                self._later.append((obj, later))
         return reduced
+
+    def _may_hold_tensors(self, value: Any) -> bool:
+        """Whether a tensor is in it, or too much to look through."""
+        seen: dict[int, Any] = {}
+        waiting, left = [value], MUCH
+        while waiting:
+            part = waiting.pop()
+            if id(part) in seen or isinstance(part, (ModuleType, CodeType)):
+                continue
+            seen[id(part)] = part
+            if isinstance(part, (FunctionType, type)) and name_of(part, self._main_by_name) is not None:
+                continue
+            left -= len(part) if type(part) in (str, bytes) else 1
+            if left < 0 or isinstance(part, (torch.Tensor, np.ndarray)):
+                return True
+            own = part.__globals__ if isinstance(part, FunctionType) else None
+            waiting += [each for each in gc.get_referents(part) if each is not own]
+        return False
 
     def is_found_by_name(self, obj: Any) -> bool:
         """See :class:`CodePickler`."""

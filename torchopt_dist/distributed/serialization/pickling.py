@@ -9,9 +9,8 @@ plain attributes is a copy beside the pickle, and code is the object itself.
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import nn
 
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Call, Reply
-from torchopt_dist.distributed.serialization.long_bytes import Holes, reader
 from torchopt_dist.distributed.serialization.names import name_of
 from torchopt_dist.distributed.serialization.pickler import OverlapError, PackedModules, Structures, dump
 from torchopt_dist.distributed.serialization.plain import MARK, plain_skeleton, rebuilt
@@ -28,13 +26,9 @@ from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.distributed.serialization.unpickler import Held, Unpickler
 from torchopt_dist.errors import SerializationError, TodistError
 from torchopt_dist.pickling.serialized_exception import SerializedException
+from torchopt_dist.pickling.unsendable import find_unsendable
 
-__all__ = ["PackedModules", "error_reply", "message_of", "pack", "raised", "reply_of", "unpack"]
-
-_APART = b"\1"
-"""Begins a skeleton before which the numbers of the tensors are pickled that the receiver keeps apart."""
-_RAISED = b"\2"
-"""Begins the skeleton of a reply that is an exception, so that who hands it on need not rebuild it to know."""
+__all__ = ["PackedModules", "error_reply", "message_of", "pack", "place_of", "reply_of", "unpack"]
 
 
 def pack(
@@ -67,26 +61,22 @@ def pack(
         raise
     except (Exception, SystemExit) as error:  # the objects' own code is run, which raises what it likes
         raise SerializationError(f"{type(error).__name__}: {error}") from error
-    tensors, (skeleton, holes) = pickler.tensors, pickler.file.pickle()
-    apart = tensors.keep_apart() if connects else ()
-    if apart:
-        skeleton = _APART + pickle.dumps(apart) + skeleton
+    tensors = pickler.tensors
+    cut = tensors.keep_apart() if connects else ()
+    message = message_of(pickler.file.getvalue(), tensors, structures)
+    message.code, message.cut = tensors.of_globals, cut
     if type(value) is Reply and value.exception is not None:
-        told = value.exception  # as text, for a caller that cannot read the rest
-        skeleton = _RAISED + pickle.dumps((told.text, told.traceback, told.worker)) + skeleton
-    message = message_of(skeleton, tensors, structures, holes)
-    message.code = tensors.of_globals
+        told = value.exception
+        message.told = told.text, told.traceback, told.worker
     return message
 
 
-def message_of(
-    skeleton: bytes, tensors: Tensors, structures: Iterable[bytes] = (), holes: Holes = ()
-) -> Message:
+def message_of(skeleton: bytes, tensors: Tensors, structures: Iterable[bytes] = ()) -> Message:
     """The message with these parts."""
     structures = tuple(structures)
     if not (tensors.all or structures):
         references, handles = tensors.references, tensors.handles
-        return Message(skeleton, [], [], [], holes=holes, references=references, handles=handles)
+        return Message(skeleton, [], [], [], references=references, handles=handles)
     return Message(
         skeleton,
         tensors.all,
@@ -94,7 +84,6 @@ def message_of(
         [isinstance(tensor, nn.Parameter) for tensor in tensors.all],
         structures,
         buffers=frozenset(tensors.buffers),
-        holes=holes,
         references=tensors.references,
         handles=tensors.handles,
     )
@@ -109,13 +98,13 @@ def unpack(message: Message, held: Held | None = None) -> Any:
     try:
         if message.skeleton[:1] == MARK:
             return rebuilt(message.skeleton, message.tensors)
-        skeleton, tensors = message.skeleton, message.tensors
-        if skeleton[:1] == _APART:
-            skeleton, tensors, message.apart = _kept_apart(skeleton, tensors)
-        elif skeleton[:1] == _RAISED:
-            _, skeleton = _told(skeleton)
-        file = reader(skeleton, message.holes, tensors)
-        unpickler = Unpickler(file, tensors, message.structures, message.references, held)
+        tensors = message.tensors
+        if message.cut:
+            tensors = [*tensors]
+            for number in message.cut:
+                tensors[number] = _leaf(tensors[number])
+            message.apart = [tensors[number] for number in message.cut]
+        unpickler = Unpickler(message.skeleton, tensors, message.structures, message.references, held)
         value = unpickler.load()
         message.arrived = unpickler.arrived
         return value
@@ -125,9 +114,10 @@ def unpack(message: Message, held: Held | None = None) -> Any:
         raise SerializationError(f"{type(error).__name__}: {error}") from error
 
 
-def raised(reply: Message) -> bool:
-    """Whether a reply is an exception."""
-    return reply.skeleton[:1] == _RAISED
+def place_of(named: Iterable[tuple[str, Any]], *, main_by_name: bool) -> str:
+    """The place of the part that is why something cannot be packed, such as ``"args[0].weight: "``, if one is."""
+    found = find_unsendable(named, partial(pack, main_by_name=main_by_name))
+    return "" if found is None else f"{found[0]}: "
 
 
 def reply_of(
@@ -142,9 +132,8 @@ def reply_of(
     try:
         reply: Reply = unpack(message)
     except SerializationError as error:
-        if raised(message):  # its class is known there only
-            told, _ = _told(message.skeleton)
-            raise error_of(SerializedException.told(*told), worker) from None
+        if message.told is not None:  # its class is known there only
+            raise error_of(SerializedException.told(*message.told), worker) from None
         raise SerializationError(f"the result of {worker} cannot be rebuilt here: {error}") from error
     if reply.exception is not None:
         raise error_of(reply.exception, worker)
@@ -160,22 +149,6 @@ def error_reply(error: BaseException) -> Message:
         return pack(Reply(exception=exception.as_text()), main_by_name=True).detached()
 
 
-def _told(skeleton: bytes) -> tuple[tuple[str, str, str], bytes]:
-    """An exception as text, with its traceback and its worker, and the skeleton of the reply that holds it."""
-    file = io.BytesIO(skeleton[1:])
-    told: tuple[str, str, str] = pickle.load(file)
-    return told, file.read()
-
-
-def _kept_apart(
-    skeleton: bytes, tensors: list[torch.Tensor]
-) -> tuple[bytes, list[torch.Tensor], list[torch.Tensor]]:
-    """The skeleton alone, the tensors with leaves in the places of those to be kept apart, and these leaves."""
-    file = io.BytesIO(skeleton[1:])
-    numbers: tuple[int, ...] = pickle.load(file)
-    tensors = list(tensors)
-    for number in numbers:
-        leaf = tensors[number].detach()
-        is_parameter = isinstance(tensors[number], nn.Parameter)
-        tensors[number] = nn.Parameter(leaf) if is_parameter else leaf.requires_grad_()
-    return file.read(), tensors, [tensors[number] for number in numbers]
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    leaf = tensor.detach()
+    return nn.Parameter(leaf) if isinstance(tensor, nn.Parameter) else leaf.requires_grad_()

@@ -149,7 +149,7 @@ class Tensors:
             check_sendable(tensor, self.main_by_name)
             self.all.append(tensor)
         if self.of_globals is not None:
-            self.of_globals.met(number, is_new=is_new, elsewhere=not self.of_globals.depth)
+            self.of_globals.met(number, is_new=is_new)
         return number
 
     def include(self, module: Tensors) -> tuple[int, ...]:
@@ -165,11 +165,11 @@ class Tensors:
     def _numbers_of(self, tensors: list[torch.Tensor], of_globals: GlobalsOfCode) -> Iterator[int]:
         mine = self.globals_of_code()
         mine.variables.update(of_globals.variables)
+        inside = mine.inside
         for place, tensor in enumerate(tensors):
-            inside = place in of_globals.numbers
-            mine.depth += inside
+            mine.inside = inside or place in of_globals.numbers
             yield self.number(tensor)
-            mine.depth -= inside
+        mine.inside = inside
 
     def globals_of_code(self) -> GlobalsOfCode:
         """What is met in the global variables of functions that are sent as code."""

@@ -24,7 +24,6 @@ __all__ = [
     "held",
     "itself",
     "module",
-    "nothing",
     "reference",
     "tensor",
 ]
@@ -38,13 +37,14 @@ class Unpickler(pickle.Unpickler):
 
     def __init__(
         self,
-        file: io.BufferedIOBase,
+        pickled: bytes,
         tensors: list[torch.Tensor],
         structures: Sequence[bytes] = (),
         references: Sequence[Any] = (),
         find_held: Held | None = None,
     ) -> None:
-        super().__init__(file)
+        self._file, self._size = io.BytesIO(pickled), len(pickled)
+        super().__init__(self._file)
         self.arrived: list[ConnectedRRef] = []
         # What is found is kept in the memo. Nothing there may refer to the unpickler: all that it has rebuilt would be
         # part of a cycle, and its tensors would stay until the garbage collector comes.
@@ -55,6 +55,14 @@ class Unpickler(pickle.Unpickler):
             "held": find_held or held,
             "reference": functools.partial(_referred, references, self.arrived),
         }
+
+    def load(self) -> Any:
+        """Rebuild the object, and then the global variables of its functions that were left for the end."""
+        value = super().load()
+        while self._file.tell() < self._size:
+            for function, variables in super().load():
+                function.__globals__.update(variables)
+        return value
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == __name__ and name in self._found:
@@ -84,8 +92,8 @@ def _rebuilt(
     structure: int,
     numbers: tuple[int, ...],
 ) -> nn.Module:
-    file, own = io.BytesIO(structures[structure]), [tensors[number] for number in numbers]
-    found: nn.Module = Unpickler(file, own, find_held=find_held).load()
+    own = [tensors[number] for number in numbers]
+    found: nn.Module = Unpickler(structures[structure], own, find_held=find_held).load()
     return found
 
 
@@ -131,7 +139,3 @@ def array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 def itself(module: nn.Module) -> nn.Module:
     """In a pickle: the module that another one represents."""
     return module
-
-
-def nothing() -> None:
-    """In a pickle: nothing."""

@@ -28,6 +28,8 @@ __all__ = [
 SMALL = 1 << 16
 """Bytes up to which a tensor shares a buffer."""
 
+LONG = 1 << 18
+"""Bytes from which on a skeleton is a buffer, which no transport copies."""
 ALIGNMENT = 64
 """Torch's allocator gives memory at multiples of so many bytes."""
 
@@ -42,7 +44,7 @@ class Place(NamedTuple):
 
 _CONTENT = (
     *("skeleton", "requires_grad", "is_parameter", "structures", "connected"),
-    *("device", "holes", "references", "key", "late"),
+    *("device", "references", "key", "late", "told", "cut"),
 )
 """What the receiver gets of a message as it is, besides the tensors."""
 _content_of = operator.attrgetter(*_CONTENT)
@@ -53,7 +55,7 @@ class WireMessage(NamedTuple):
 
     Attributes:
         content: what it has besides its tensors, as listed above.
-        buffers: tensors of their own, and flat tensors in which small ones lie one after another.
+        buffers: tensors of their own, flat tensors in which small ones lie one after another, and a long skeleton.
         places: for each tensor that is sent its buffer, its shape, and whether it was on a GPU.
         shared: which buffers are flat ones.
     """
@@ -67,7 +69,7 @@ class WireMessage(NamedTuple):
 def is_skeleton(message: Message) -> bool:
     """Whether the message consists of a skeleton, which a transport can send as it is."""
     beside = message.tensors or message.structures or message.device or message.references
-    return not (beside or message.key)
+    return not (beside or message.key or message.told) and len(message.skeleton) < LONG
 
 
 def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = True) -> WireMessage:
@@ -100,7 +102,12 @@ def to_wire(message: Message, *, direct: bool = False, whole_storages: bool = Tr
         places.append(Place(number, tuple(flat.shape), tensor.is_cuda))
     for number, parts in open_buffers.values():
         buffers[number] = torch.cat(parts)
-    return WireMessage(_content_of(message), buffers, places, shared)
+    content = _content_of(message)
+    if len(message.skeleton) >= LONG:
+        content = b"", *content[1:]
+        buffers.append(torch.frombuffer(bytearray(message.skeleton), dtype=torch.uint8))
+        shared.append(False)
+    return WireMessage(content, buffers, places, shared)
 
 
 def _in_a_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,4 +152,6 @@ def from_wire(wire: WireMessage) -> Message:
             tensor = _aligned(wire.buffers[place.buffer])
         staged = place.on_gpu and not tensor.is_cuda and torch.cuda.is_available()
         received.append(tensor.cuda() if staged else tensor)
-    return Message(tensors=received, **dict(zip(_CONTENT, wire.content, strict=True)))
+    skeleton, *content = wire.content
+    skeleton = skeleton or wire.buffers[-1].numpy().tobytes()
+    return Message(tensors=received, **dict(zip(_CONTENT, (skeleton, *content), strict=True)))

@@ -25,8 +25,7 @@ from torchopt_dist.distributed.messages.payload import Payload, Surrounded
 from torchopt_dist.distributed.messages.references import ConnectedRRef
 from torchopt_dist.distributed.messages.requests import Backward, Call, Key, Made, Release, Reply, Request
 from torchopt_dist.distributed.serialization.names import code_of
-from torchopt_dist.distributed.serialization.pickling import error_reply, pack, unpack
-from torchopt_dist.distributed.serialization.unsendable import place_in_values
+from torchopt_dist.distributed.serialization.pickling import error_reply, pack, place_of, unpack
 from torchopt_dist.distributed.worker import execute as execute_module
 from torchopt_dist.distributed.worker.chunk_requests import arriving
 from torchopt_dist.distributed.worker.device import receiving_device
@@ -230,7 +229,8 @@ def _reply(made: Made, key: Key | None, kept_graphs: Kept[KeptGraph]) -> Message
     try:
         reply = pack(made.reply, main_by_name=True)
     except SerializationError as error:
-        raise SerializationError(f"the result cannot be sent: {place_in_values(values)}{error}") from error
+        place = place_of([("result", value) for value in values], main_by_name=True)
+        raise SerializationError(f"the result cannot be sent: {place}{error}") from error
     if key is not None and made.inputs:
         leaves = {id(tensor) for tensor in made.inputs}
         outputs = {

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from torchopt_dist.core.code_names import reads
 from torchopt_dist.core.functional import replaced
 from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.core.unconnected import Unconnected, unconnected
@@ -136,15 +137,19 @@ class LeftBehind:
         if sum(grad.numel() for grad in left.values()) in sizes:
             return None
         names: dict[int, str] = {}
-        for args, kwargs in self._payload.tasks:
-            for where, tensor in (*_tensors_in("args", args), *_tensors_in("kwargs", kwargs)):
-                names.setdefault(id(tensor), where)
+        for where, tensor in (place for places in self._places() for place in places):
+            names.setdefault(id(tensor), where)
         lost = [names.get(key, f"a tensor of shape {tuple(grad.shape)}") for key, grad in left.items()]
         return (
             f"{_name(self._payload.function)} calls `backward()` on a worker, where the gradients of what it has "
             f"received stay: {_listed(lost)}. The caller does not get them: return the loss and call `backward()` "
             "outside of the function, or return the gradients"
         )
+
+    def _places(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """The tensors that each task has got, with their places."""
+        for args, kwargs in self._payload.tasks:
+            yield [*_tensors_in("args", args), *_tensors_in("kwargs", kwargs)]
 
     def _changed_inputs(self, returned: list[Any]) -> str | None:
         """About inputs changed in place that several tasks share, or from which results with a gradient come."""
@@ -153,8 +158,7 @@ class LeftBehind:
             return None
         names: dict[int, str] = {}
         shared = False
-        for args, kwargs in self._payload.tasks:
-            found = [*_tensors_in("args", args), *_tensors_in("kwargs", kwargs)]
+        for found in self._places():
             own = {id(tensor): where for where, tensor in found if id(tensor) in changed}
             shared |= not own.keys().isdisjoint(names)
             names = {**own, **names}
@@ -222,7 +226,7 @@ def _globals_of(function: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
     if not isinstance(function, FunctionType) or id(function) in seen or _is_torchs(function):
         return
     seen.add(id(function))
-    for name in dict.fromkeys(_names_in(function.__code__)):
+    for name in sorted(reads(function.__code__).variables):
         if name in function.__globals__:
             value = function.__globals__[name]
             yield from _tensors_in(name, value)
@@ -231,13 +235,6 @@ def _globals_of(function: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
 
 def _is_torchs(function: FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] in ("torch", "torchopt_dist")
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
 
 
 def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
