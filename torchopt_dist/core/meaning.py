@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torchopt_dist.core.code_names import is_installed, is_numpys, reads, top_package
 from torchopt_dist.core.reached import CONTAINERS, is_structure, map_parts, parts_of
 from torchopt_dist.core.surroundings import autocast
-from torchopt_dist.torch_private import hooks_of_all_modules, name_of_op, original_of
+from torchopt_dist.torch_private import compiler_overlooks, hooks_of_all_modules, name_of_op, original_of
 
 __all__ = ["Family", "Meaning", "Record", "RefusedError"]
 
@@ -246,6 +246,12 @@ class Meaning:
             self._note(place, (kind, len(thing)))
             self._entries(thing, place)
         elif isinstance(thing, nn.Module):
+            if "forward" in vars(thing) and compiler_overlooks():
+                _refuse(
+                    thing,
+                    place,
+                    f"whose own `forward` is ignored by the compiler of torch {torch.__version__}",
+                )
             self._visit(kind, place)
             self._note_itself(place, kind.forward)  # also of torch's classes, where somebody may replace it
             if not self._is_attribute:
@@ -380,10 +386,13 @@ class Meaning:
                     )
         self._is(function, made)
         before, self._is_attribute = self._is_attribute, False  # a copy of a module has the same functions
-        for name in ("__defaults__", "__kwdefaults__"):
+        was_fixed = self._is_fixed
+        for name in ("__kwdefaults__", "__defaults__"):
+            self._is_fixed |= name == "__defaults__" and compiler_overlooks()
             new = self._visit(getattr(function, name), f"{place}.{name}")
             if is_sent:
                 setattr(made, name, new)
+        self._is_fixed = was_fixed
         is_users = is_sent or not is_installed(top_package(module))
         if is_users:
             self._entries(vars(made), place, is_object=True)

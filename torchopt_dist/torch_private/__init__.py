@@ -10,6 +10,7 @@ from __future__ import annotations
 from torchopt_dist.torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist.torch_private.compiler import (
     as_input,
+    compiler_overlooks,
     gradients_are_traced,
     is_one_program_too_many,
     original_of,
@@ -123,6 +124,7 @@ __all__ = [
     "buffers_of",
     "bytes_of_results",
     "children_of",
+    "compiler_overlooks",
     "drop_compiled_call",
     "ends_gradients_graph",
     "engine_captures_leaf",

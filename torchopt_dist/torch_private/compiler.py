@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 
 
+def compiler_overlooks() -> bool:
+    """Whether none of the compiler's guards sees other defaults of a function, nor a ``forward`` of an instance."""
+    return not torch.__version__ >= "2.13"  # by numbers: a `TorchVersion`; 2.11 overlooks them
+
+
 @contextmanager
 def tracing_gradients(limit: int = 8, inputs: Iterable[str] = ()) -> Iterator[None]:
     """A context in which the compiler traces ``torch.autograd.grad``, for programs that can go backward several times.
