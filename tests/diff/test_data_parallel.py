@@ -79,7 +79,7 @@ MESSAGES = {
     "other state": "the first state of the optimizers must be the same on all ranks",
     **{f"parts {what}": "each rank would have a part of them; got " for what in faults.WHOLE},
     "steps": "the numbers of steps differ: 2 on rank 0, 3 on rank 1",
-    "settings": "the adjoints differ: Replayed(snapshots=1, sharded=False, check=False) on rank 0, Replayed(sna",
+    "settings": "the adjoints differ: Replayed(snapshots=1, sharded=False, check=False, keep=False) on rank 0, Re",
     "one alone": "no such example",
     "shapes": "the shapes of parameters differ",
     "values": "the parameters must be the same on all ranks with `parallel`, got others on rank 1",
