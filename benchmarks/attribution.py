@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measured import measured
+from measured import in_turn, measured
 from page import ratio, table
 from replaying import Block
 from torch import Tensor, nn
@@ -123,21 +120,13 @@ def main() -> None:
         return
     rows: dict[str, list[str]] = {way: [way] for way in WAYS}
     for name in SHAPES:
-        found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-        for _ in range(options.rounds):
-            for way in WAYS:
-                command = [sys.executable, __file__, "--case", name, way]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                found[way].append(json.loads(done.stdout))
-        seconds = {way: statistics.median(one["seconds"] for one in ones) for way, ones in found.items()}
-        bytes_ = {way: statistics.median(one["bytes"] for one in ones) for way, ones in found.items()}
+        found = in_turn(__file__, name, [*WAYS], options.rounds)
+        seconds = {way: one["seconds"] for way, one in found.items()}
         for way in WAYS:
             if WAYS[way].queries:
-                torch.testing.assert_close(
-                    found[way][0]["norms"], found[FIRST][0]["norms"], rtol=1e-2, atol=0
-                )
+                torch.testing.assert_close(found[way]["norms"], found[FIRST]["norms"], rtol=1e-2, atol=0)
             rows[way].append(
-                f"{seconds[way]:.1f} s, {seconds[way] / seconds[TRAINING]:.1f}, {bytes_[way] / 1e6:,.0f} MB"
+                f"{seconds[way]:.1f} s, {seconds[way] / seconds[TRAINING]:.1f}, {found[way]['bytes'] / 1e6:,.0f} MB"
             )
         if name == next(iter(SHAPES)):
             for way, peer in (("one query, `Replayed()`", TRAINING), ("24 queries, 8 together", FIRST)):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["measured", "resident"]
+__all__ = ["in_turn", "measured", "resident"]
 
 
 def resident() -> int:
@@ -39,4 +43,22 @@ def measured(run: Callable[[], list[Tensor]], first: Callable[[], Any]) -> dict[
         "seconds": seconds,
         "bytes": peak - before,
         "norms": [grad.double().norm().item() for grad in grads],
+    }
+
+
+def in_turn(program: str, name: str, ways: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
+    """Run ``program --case name way`` for each way, in turn and so often; medians of what :func:`measured` gives."""
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            command = [sys.executable, program, "--case", name, way]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[way].append(json.loads(done.stdout))
+    return {
+        way: {
+            "seconds": statistics.median(one["seconds"] for one in ones),
+            "bytes": statistics.median(one["bytes"] for one in ones),
+            "norms": ones[0]["norms"],
+        }
+        for way, ones in found.items()
     }

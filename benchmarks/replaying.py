@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measured import measured
+from measured import in_turn, measured
 from page import ratio, table
 from torch import Tensor, nn
 
@@ -45,7 +42,7 @@ SHAPES = {
     "width 256, 4 layers of 16 tokens, 20 steps": Shape(256, 4, 2, 8, 20),
     "a perceptron of width 64, 200 steps": Shape(64, 0, 64, 1, 200),
 }
-WAYS: dict[str, todist.Adjoint] = {
+WAYS: dict[str, todist.adjoints.Adjoint] = {
     "Recorded()": todist.Recorded(),
     "Replayed()": todist.Replayed(),
     "Replayed(snapshots=4)": todist.Replayed(snapshots=4),
@@ -83,7 +80,7 @@ def problem(shape: Shape) -> tuple[nn.Module, Tensor]:
     )
 
 
-def gradient(shape: Shape, adjoint: todist.Adjoint) -> list[Tensor]:
+def gradient(shape: Shape, adjoint: todist.adjoints.Adjoint) -> list[Tensor]:
     net, x = problem(shape)
     y, weights = torch.randn_like(x), torch.ones(shape.sequences, 1, 1, requires_grad=True)
 
@@ -113,17 +110,10 @@ def main() -> None:
     rows = []
     for name, shape in SHAPES.items():
         ways = [way for way in WAYS if shape.layers or "blocks" not in way]
-        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-        for _ in range(options.rounds):
-            for way in ways:
-                command = [sys.executable, __file__, "--case", name, way]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                found[way].append(json.loads(done.stdout))
-        seconds = {way: statistics.median(one["seconds"] for one in ones) for way, ones in found.items()}
-        bytes_ = {way: statistics.median(one["bytes"] for one in ones) for way, ones in found.items()}
-        norms = {way: ones[0]["norms"] for way, ones in found.items()}
+        found = in_turn(__file__, name, ways, options.rounds)
+        seconds, bytes_ = ({way: one[what] for way, one in found.items()} for what in ("seconds", "bytes"))
         for way in ways[1:]:
-            torch.testing.assert_close(norms[way], norms[ways[0]], rtol=1e-2, atol=0)
+            torch.testing.assert_close(found[way]["norms"], found[ways[0]]["norms"], rtol=1e-2, atol=0)
         first, second = seconds[ways[0]], bytes_[ways[0]]
         rows.append(
             [
