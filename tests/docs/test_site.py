@@ -52,6 +52,14 @@ def test_an_example_s_page_has_its_docstring_and_then_its_code(
     assert "It took 2 s by `python`" in page
 
 
+def test_a_notebook_s_page_has_its_text_and_its_code(tmp_path: Path) -> None:
+    cells = [("markdown", ["# Title\n", "\n", "Text."]), ("code", ["x = 1\n", "print(x)"])]
+    source = tmp_path / "try.ipynb"
+    source.write_text(json.dumps({"cells": [{"cell_type": kind, "source": text} for kind, text in cells]}))
+    page = imported("pages").notebook_page(source)
+    assert page.startswith("# Title\n\nText.\n\n```{code-block} python\nx = 1\nprint(x)\n```\n")
+
+
 @pytest.mark.parametrize("what", ["attribute", "data", "property", "function"])
 def test_what_stands_before_a_colon_is_no_type(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)  # as the configuration prepends it, and leaves it there
