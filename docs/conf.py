@@ -81,7 +81,9 @@ html_css_files = ["site.css"]
 def no_type_before_colon(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:
-    """Our ``Returns:`` sections are sentences: types are in the signatures, and a colon is only a colon."""
+    """Our sentences hold no types, which are in the signatures: a colon in them is only a colon."""
+    if what in {"attribute", "data", "property"} and lines:
+        lines[0] = f": {lines[0]}"
     for index, line in enumerate(lines[:-1]):
         if line == "Returns:":
             lines[index + 1] = re.sub(r"^( +)", r"\1: ", lines[index + 1])

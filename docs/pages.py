@@ -1,4 +1,4 @@
-"""Files outside of this folder → pages in ``docs/_site``: the examples, CONTRIBUTING.md, CHANGELOG.md, SKILL.md.
+"""Files outside of this folder → pages in ``docs/_site``: examples, notebooks, CONTRIBUTING.md, CHANGELOG.md, SKILL.md.
 
 They are made when the pages are built, and not committed. ``python docs/pages.py [EXAMPLE…]`` runs every example, or
 those named, on one worker and on two, and keeps picture and times for the pages; that is ``make gallery``.
@@ -63,6 +63,14 @@ def example_page(source: Path) -> str:
         f"```{{literalinclude}} ../../examples/{source.name}\n:language: python\n:lines: {first + 2}-\n```\n",
     ]
     return "\n\n".join(parts)
+
+
+def notebook_page(source: Path) -> str:
+    """A notebook's cells: its text, and its code."""
+    notebook = json.loads(source.read_text("utf-8"))
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+    parts = [f"```{{code-block}} python\n{text}\n```" if kind == "code" else text for kind, text in cells]
+    return "\n\n".join([*parts, f"This is `examples/{source.name}`.\n"])
 
 
 def known_times() -> dict[str, dict[str, float]]:
@@ -170,6 +178,8 @@ def make() -> None:
         write(f"{name.lower()}.md", with_links_of_the_site((ROOT / f"{name}.md").read_text("utf-8")))
     for source in sorted((ROOT / "examples").glob("*.py")):
         write(f"example_{source.stem}.md", example_page(source))
+    for source in sorted((ROOT / "examples").glob("*.ipynb")):
+        write(f"notebook_{source.stem}.md", notebook_page(source))
 
 
 if __name__ == "__main__":

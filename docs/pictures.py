@@ -175,6 +175,8 @@ def draw_growth() -> None:
             milliseconds = [number(cells[column]) for cells in of_this.values()]
             axes.plot(list(of_this), milliseconds, "o-", color=colour, label=label)
         axes.set(xscale="log", yscale="log", xlabel=what)
+        axes.set_xticks(list(of_this), [f"{count:,g}" for count in of_this])
+        axes.set_xticks([], minor=True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("a step, ms")
     figure.axes[0].legend(frameon=False)

@@ -1,4 +1,4 @@
-"""``torchopt-dist check`` says that all parts work where they do, and what to mend where one is broken."""
+"""``torchopt-dist check`` says that all parts work where they do, and what to fix where one is broken."""
 
 from __future__ import annotations
 
@@ -77,4 +77,4 @@ def test_a_part_that_raises_is_one_line_and_the_others_are_tried(
     first, *_, second, last = capsys.readouterr().out.splitlines()
     assert first == "FAILED  kernels: ImportError: libgomp.so.1"
     assert second.startswith("ok      versions: torchopt_dist")
-    assert last == "to mend: kernels"
+    assert last == "to fix: kernels"

@@ -153,7 +153,7 @@ def estimate(argv: list[str], prog: str) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[list[str], str], int], str]] = {
     "report": (report, "print what a bug report needs (the default)"),
-    "check": (check.main, "try kernels, gradients and a call between two workers, and say what to mend"),
+    "check": (check.main, "try kernels, gradients and a call between two workers, and say what to fix"),
     "demo": (demo, "learn to recognize letters of unseen scripts after one example, on two workers"),
     "estimate": (estimate, "say how much memory and time a loop takes with each adjoint"),
     "launch": (launch, "run a script on several workers"),

@@ -1,4 +1,4 @@
-"""This installation → whether each part of it works, and what to mend: ``torchopt-dist check``."""
+"""This installation → whether each part of it works, and what to fix: ``torchopt-dist check``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None, prog: str = "torchopt-dist check") -> in
     for name, finding in collect():
         print(to_text(name, finding), flush=True)
         failed += [] if finding.works else [name]
-    print(f"to mend: {', '.join(failed)}" if failed else "all parts work")
+    print(f"to fix: {', '.join(failed)}" if failed else "all parts work")
     return 1 if failed else 0
 
 

@@ -11,15 +11,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from sphinx.ext.napoleon import Config, GoogleDocstring
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def imported(name: str) -> ModuleType:
+def imported(name: str, **known: Any) -> ModuleType:
+    """A module of that folder, which finds some names when it is run."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    vars(module).update(known)
     spec.loader.exec_module(module)
     return module
 
@@ -47,6 +50,28 @@ def test_an_example_s_page_has_its_docstring_and_then_its_code(
     page = pages.example_page(source)
     assert "![What it draws](../_pictures/try.png)" in page
     assert "It took 2 s by `python`" in page
+
+
+def test_a_notebook_s_page_has_its_text_and_its_code(tmp_path: Path) -> None:
+    cells = [("markdown", ["# Title\n", "\n", "Text."]), ("code", ["x = 1\n", "print(x)"])]
+    source = tmp_path / "try.ipynb"
+    source.write_text(json.dumps({"cells": [{"cell_type": kind, "source": text} for kind, text in cells]}))
+    page = imported("pages").notebook_page(source)
+    assert page.startswith("# Title\n\nText.\n\n```{code-block} python\nx = 1\nprint(x)\n```\n")
+
+
+@pytest.mark.parametrize("what", ["attribute", "data", "property", "function"])
+def test_what_stands_before_a_colon_is_no_type(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)  # as the configuration prepends it, and leaves it there
+    hook = imported("conf", tags=set()).no_type_before_colon
+    lines = ["For each method, of shape (queries,): a mean.", "", "Returns:", "    The value: a number.", ""]
+    hook(None, what, "name", None, None, lines)
+    parsed = str(GoogleDocstring(lines, what=what, name="name", options=None, config=Config()))
+    assert "For each method, of shape (queries,): a mean." in parsed
+    assert ":type:" not in parsed
+    if what == "function":
+        assert re.search(r"^:returns: The value: a number\.$", parsed, re.MULTILINE)
+        assert ":rtype:" not in parsed
 
 
 def test_costs_are_drawn_from_tables_that_are_there() -> None:

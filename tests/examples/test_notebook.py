@@ -1,4 +1,4 @@
-"""The notebook among the examples, run by a kernel of its own: its numbers, its errors, and what is left behind."""
+"""The notebooks among the examples, run by kernels of their own: numbers, errors, and what is left behind."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ from tests.launch.families import alive, assert_gone, family_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "launch_from_a_notebook.ipynb"
+FEW_SHOT = ROOT / "examples" / "few_shot.ipynb"
+SMALL = """
+SCRIPTS = {"train": ["GREEK"], "validation": ["COPTIC"], "test": ["ARMENIAN"]}
+STEPS, TASKS, WIDTH, TESTS = 20, 4, 8, 40
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,6 +74,28 @@ def stdout(cell: nbformat.NotebookNode) -> str:
     return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
 
 
+def drawn(cell: nbformat.NotebookNode) -> tuple[int, int]:
+    """The size of a cell's only picture, on which something is drawn."""
+    (picture,) = (output for output in cell.outputs if output.output_type == "display_data")
+    with Image.open(io.BytesIO(base64.b64decode(picture.data["image/png"]))) as image:
+        assert np.asarray(image.convert("L")).std() > 10
+        return image.size
+
+
+def execute(notebook: nbformat.NotebookNode, work: Path) -> None:
+    """Run all cells in a folder, and see that no worker is left there while the kernel is, and nothing after it."""
+    client = NotebookClient(
+        notebook, timeout=250, kernel_name="python3", resources={"metadata": {"path": work}}
+    )
+    with client.setup_kernel():
+        for index, each in enumerate(notebook.cells):
+            client.execute_cell(each, index)
+        kernel_and_servers = working_in(work)
+        assert len(at_work_in(work)) == 1  # the kernel; no agent, no worker
+    assert_gone(kernel_and_servers)
+    assert working_in(work) == []
+
+
 @pytest.fixture
 def definitions() -> dict[str, Any]:
     """The names of the notebook, in this process."""
@@ -111,16 +138,7 @@ def test_it_runs_and_its_numbers_are_those_of_one_process(
     work = tmp_path / "work"
     work.mkdir()
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=250, kernel_name="python3", resources={"metadata": {"path": work}}
-    )
-    with client.setup_kernel():
-        for index, each in enumerate(notebook.cells):
-            client.execute_cell(each, index)
-        kernel_and_servers = working_in(work)
-        assert len(at_work_in(work)) == 1  # the kernel; no agent, no worker
-    assert_gone(kernel_and_servers)
-    assert working_in(work) == []
+    execute(notebook, work)
 
     assert stdout(cell(notebook, "who")).splitlines() == [
         f"Hello from rank {rank} of 2 | in a process of its own: True" for rank in (0, 1)
@@ -145,12 +163,8 @@ def test_it_runs_and_its_numbers_are_those_of_one_process(
     assert after == pytest.approx(held_out(definitions, model), rel=0.1)
     assert after < before / 2
 
-    (picture,) = (
-        output for output in cell(notebook, "curve").outputs if output.output_type == "display_data"
-    )
-    with Image.open(io.BytesIO(base64.b64decode(picture.data["image/png"]))) as image:
-        assert image.width > 1.5 * image.height > 300
-        assert np.asarray(image.convert("L")).std() > 10  # something is drawn
+    width, height = drawn(cell(notebook, "curve"))
+    assert width > 1.5 * height > 300
 
     failed = stdout(cell(notebook, "diverged"))
     assert re.search(
@@ -160,8 +174,26 @@ def test_it_runs_and_its_numbers_are_those_of_one_process(
     )
 
 
-def test_it_is_kept_without_outputs() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def test_few_shot_learning_in_a_small_setting(tmp_path: Path) -> None:
+    notebook = nbformat.read(FEW_SHOT, as_version=4)
+    assert "SCRIPTS = None" in cell(notebook, "settings").source
+    cell(notebook, "settings").source = SMALL
+    execute(notebook, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", stdout(cell(notebook, "train")))]
+    assert len(losses) == 10
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    right = dict(re.findall(r"^(.*?) +([\d.]+) ± [\d.]+ %$", stdout(cell(notebook, "test")), re.MULTILINE))
+    assert list(right) == ["MAML", "no training", "nearest neighbour"]
+    assert all(20 < float(mean) < 100 for mean in right.values())
+    assert float(right["nearest neighbour"]) > 50
+    for name in ("task", "picture"):
+        width, height = drawn(cell(notebook, name))
+        assert width > height
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, FEW_SHOT], ids=lambda path: path.stem)
+def test_it_is_kept_without_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     for each in notebook.cells:
         assert each.source.strip()
