@@ -8,7 +8,12 @@ import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
-AT_MOST = {"files": 417, "classes": 548, "lines of code": 40_250, "files that use private names of torch": 100}
+AT_MOST = {
+    "files": 418,
+    "classes": 548,
+    "lines of code": 40_320,
+    "files that use private names of torch": 100,
+}
 LONGEST = 575
 """Lines of a module, which is read in one sitting."""
 NO_CODE = {

@@ -36,7 +36,13 @@ _PLACE = struct.Struct("<QQ")
 _LOAN = struct.Struct(f"<QQ{TOKEN}s")
 """The sender's process, and its token with its place; then follow the places of the frames."""
 
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
 _LIBRARY: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+if hasattr(_LIBRARY, "process_vm_readv"):
+    _PLACES = ctypes.c_void_p, ctypes.c_ulong
+    _LIBRARY.process_vm_readv.argtypes = ctypes.c_int, *_PLACES, *_PLACES, ctypes.c_ulong
+    _LIBRARY.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 def can_lend() -> bool:
@@ -47,7 +53,7 @@ def can_lend() -> bool:
 def let_siblings_read() -> None:
     """Let the processes that this one's parent has started read its memory, where only ancestors may (Yama's 1)."""
     with contextlib.suppress(OSError):
-        if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
+        if _YAMA.read_text().strip() == "1":
             _LIBRARY.prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
@@ -70,7 +76,9 @@ def lend(frames: Sequence[Frame], token: ctypes.Array[ctypes.c_char]) -> bytes:
 def read(loan: Frame) -> list[Frame]:
     """The lent frames, copied here; raises ``OSError`` if they cannot be read, or not any more."""
     process, address, token = _LOAN.unpack_from(loan)
-    frames = [_copy(process, *place) for place in _PLACE.iter_unpack(memoryview(loan)[_LOAN.size :])]
+    frames: list[Frame] = [
+        _copy(process, *place) for place in _PLACE.iter_unpack(memoryview(loan)[_LOAN.size :])
+    ]
     if bytes(_copy(process, address, TOKEN)) != token:
         raise OSError(errno.ESTALE, f"process {process} does not lend this memory")
     return frames
@@ -82,11 +90,15 @@ def _address(frame: Frame) -> int:
 
 def _copy(process: int, address: int, size: int) -> memoryview:
     """Bytes of a process, in memory of this one that begins where a tensor's does."""
-    memory = np.empty(size + ALIGNMENT, np.uint8)  # in huge pages, if the system has any: the first touch costs most
+    memory = np.empty(
+        size + ALIGNMENT, np.uint8
+    )  # in huge pages, if the system has any: the first touch costs most
     memory = memory[-memory.ctypes.data % ALIGNMENT :][:size]
     done = 0
     while done < size:
-        here, there = ((ctypes.c_size_t * 2)(place + done, size - done) for place in (memory.ctypes.data, address))
+        here, there = (
+            (ctypes.c_size_t * 2)(place + done, size - done) for place in (memory.ctypes.data, address)
+        )
         count = _LIBRARY.process_vm_readv(process, here, 1, there, 1, 0)
         if count <= 0:
             number = ctypes.get_errno()

@@ -36,8 +36,8 @@ _HEADER = struct.Struct("<BIHQQ")
 """What it is; the sender's rank and incarnation; the message's number, or of a probe the last one's; the last number
 received."""
 
-Received: TypeAlias = tuple[int, bytes, list[Frame]]
-"""The sender's rank, the first frame, and the other ones."""
+Received: TypeAlias = tuple[int, bytes, "list[Frame] | MemoryError"]
+"""The sender's rank, the first frame, and the other ones, or that there is no room for them."""
 
 
 class _Link:
@@ -108,19 +108,16 @@ class Mesh:
             link = self._links[rank]
             if link.incarnation != incarnation:
                 continue
-            buffers: list[Frame] = [frame.buffer for frame in rest]
+            frames: list[Frame] | MemoryError | None = [frame.buffer for frame in rest]
             try:
                 if kind == LOAN:
-                    lent = self._read(link, number, buffers)
-                    if lent is None:
-                        continue
-                    kind, buffers = DATA, lent
-                is_next = self._take(link, kind, number, told)
+                    kind, frames = DATA, self._read(link, number, rest[0].buffer)
+                is_next = frames is not None and self._take(link, kind, number, told)
             except (OSError, zmq.ZMQError):  # no descriptor for an answer, say: the other end probes again
                 log.debug("worker %d gets no answer now", rank, exc_info=True)
                 continue
-            if is_next:
-                return rank, head[_HEADER.size :], buffers
+            if is_next and frames is not None:
+                return rank, head[_HEADER.size :], frames
 
     def probe(self) -> None:
         """Ask workers that have not confirmed all messages since the last probe."""
@@ -166,13 +163,15 @@ class Mesh:
         link.lends = self._here.is_near(contact) and lent_memory.can_lend()
         return link
 
-    def _read(self, link: _Link, number: int, loan: list[Frame]) -> list[Frame] | None:
+    def _read(self, link: _Link, number: int, loan: Frame) -> list[Frame] | MemoryError | None:
         """What is lent with a message, if that comes next; ``None`` if it has been asked for in frames of bytes."""
         if number != link.received + 1:
             return []
         try:
-            return lent_memory.read(*loan)
-        except (OSError, MemoryError) as error:
+            return lent_memory.read(loan)
+        except MemoryError as error:
+            return error
+        except OSError as error:
             log.debug("what is lent cannot be read: %s", error)
         with link.lock:
             link.asked_for = number
