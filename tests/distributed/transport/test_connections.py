@@ -19,7 +19,10 @@ import torchopt_dist as todist
 from tests.distributed.transport.by_hand import ENCRYPTED, TRANSPORTS, echo, send
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.distributed.transport.contacts import Endpoint, configure
+from torchopt_dist.distributed.transport.lent_memory import LARGE
 from torchopt_dist.distributed.transport.mesh import Mesh
+
+LENT = LARGE // 4
 
 pytestmark = pytest.mark.processes
 
@@ -76,8 +79,10 @@ def test_a_worker_with_another_key_than_was_told_is_sent_nothing(world):
     assert world(2, env=ENCRYPTED).run(body) == [True, True]
 
 
-@pytest.mark.parametrize("name", ["zmq", "zmq over TCP"])
-def test_what_is_lost_with_a_connection_is_sent_again(world, name):
+@pytest.mark.parametrize(
+    ("name", "elements"), [("zmq", 50_000), ("zmq", LENT), ("zmq over TCP", 50_000)], ids=str
+)
+def test_what_is_lost_with_a_connection_is_sent_again(world, name, elements):
     """The kernel's connections are broken again and again while calls are made; every call is made once."""
 
     def body():
@@ -85,7 +90,7 @@ def test_what_is_lost_with_a_connection_is_sent_again(world, name):
             todist.barrier()
             return None
         for number in range(60):
-            x = torch.full((50_000,), float(number), requires_grad=True)
+            x = torch.full((elements,), float(number), requires_grad=True)
             future = todist.remote_async_call(count, args=(number, x), partitioner=1)
             if number % 5 == 0:
                 break_connections()

@@ -25,6 +25,7 @@ import zmq
 from zmq.utils import z85
 
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
+from torchopt_dist.distributed.transport.lent_memory import let_siblings_read
 from torchopt_dist.process import network
 
 __all__ = ["IPC_VARIABLE", "Contact", "Endpoint", "configure", "contact_of"]
@@ -111,9 +112,13 @@ class Endpoint:
         if contact.key:
             self._keys.add(z85.decode(contact.key))
 
+    def is_near(self, contact: Contact) -> bool:
+        """Whether a worker is reached at its Unix socket."""
+        return contact.machine == self._machine
+
     def connect(self, socket: zmq.Socket[bytes], contact: Contact) -> None:
         """Connect a socket to a worker."""
-        if contact.machine == self._machine:
+        if self.is_near(contact):
             _check_own(contact.path)
             socket.connect(f"ipc://{contact.path}")
         else:
@@ -133,7 +138,7 @@ class Endpoint:
 
     def remove_of(self, contact: Contact) -> None:
         """Remove the folder of a worker of this machine that has died."""
-        if contact.machine == self._machine and contact.path:
+        if self.is_near(contact) and contact.path:
             with contextlib.suppress(OSError):  # another worker was faster
                 _check_own(contact.path)
                 shutil.rmtree(Path(contact.path).parent, ignore_errors=True)
@@ -154,6 +159,7 @@ class Endpoint:
             if len(os.fsencode(path)) <= LONGEST_PATH:
                 self.socket.bind(f"ipc://{path}")
                 self._machine = _machine()
+                let_siblings_read()
                 return Contact(self._machine, path)
         return Contact(self._machine, "")
 

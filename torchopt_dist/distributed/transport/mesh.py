@@ -6,6 +6,9 @@ worker. Any thread sends, and one thread at a time receives.
 ZeroMQ connects again after a broken connection, but messages on the way are lost. So messages are numbered, kept until
 the receiver has confirmed them, and sent again if one is missing: a receiver that gets number 7 after number 5 asks for
 number 6. A sender that gets no confirmation for a second asks which messages the receiver has.
+
+To a process of the same machine large frames are lent (``lent_memory.py``). A receiver that cannot read them asks for
+all that it has not confirmed, in frames of bytes, and so gets everything from then on.
 """
 
 from __future__ import annotations
@@ -21,19 +24,20 @@ from typing import TypeAlias
 import zmq
 
 from torchopt_dist.distributed.serialization.frames import Frame
+from torchopt_dist.distributed.transport import lent_memory
 from torchopt_dist.distributed.transport.contacts import Contact, Endpoint, configure
 
 __all__ = ["Mesh", "Received"]
 
 log = logging.getLogger(__name__)
 
-DATA, PROBE, TOLD, AGAIN = range(4)
+DATA, PROBE, TOLD, AGAIN, LOAN, UNREADABLE = range(6)
 _HEADER = struct.Struct("<BIHQQ")
 """What it is; the sender's rank and incarnation; the message's number, or of a probe the last one's; the last number
 received."""
 
-Received: TypeAlias = tuple[int, bytes, list[Frame]]
-"""The sender's rank, the first frame, and the other ones."""
+Received: TypeAlias = tuple[int, bytes, "list[Frame] | MemoryError"]
+"""The sender's rank, the first frame, and the other ones, or that there is no room for them."""
 
 
 class _Link:
@@ -50,6 +54,8 @@ class _Link:
         self.received = 0
         self.asked_for = 0
         self.closed = False
+        self.lends = False
+        self.token = lent_memory.new_token()
 
 
 class Mesh:
@@ -65,7 +71,7 @@ class Mesh:
         self._context = context
         self._here = here
         self._links = [
-            _Link(*each) for each in zip(contacts, incarnations or [0] * len(contacts), strict=True)
+            self._link(*each) for each in zip(contacts, incarnations or [0] * len(contacts), strict=True)
         ]
 
     def incarnation(self, rank: int) -> int:
@@ -102,13 +108,16 @@ class Mesh:
             link = self._links[rank]
             if link.incarnation != incarnation:
                 continue
+            frames: list[Frame] | MemoryError | None = [frame.buffer for frame in rest]
             try:
-                is_next = self._take(link, kind, number, told)
+                if kind == LOAN:
+                    kind, frames = DATA, self._read(link, number, rest[0].buffer)
+                is_next = frames is not None and self._take(link, kind, number, told)
             except (OSError, zmq.ZMQError):  # no descriptor for an answer, say: the other end probes again
                 log.debug("worker %d gets no answer now", rank, exc_info=True)
                 continue
-            if is_next:
-                return rank, head[_HEADER.size :], [frame.buffer for frame in rest]
+            if is_next and frames is not None:
+                return rank, head[_HEADER.size :], frames
 
     def probe(self) -> None:
         """Ask workers that have not confirmed all messages since the last probe."""
@@ -127,6 +136,7 @@ class Mesh:
         link = self._links[rank]
         with link.lock:
             link.closed = True
+            lent_memory.erase(link.token)
             link.kept.clear()
             if link.socket is not None:
                 link.socket.close(linger=0)
@@ -141,12 +151,32 @@ class Mesh:
         """Send to a new process of a worker, and take messages of no other one."""
         self.close(rank)
         self._here.admit(contact)
-        self._links[rank] = _Link(contact, incarnation)
+        self._links[rank] = self._link(contact, incarnation)
 
     def close_all(self) -> None:
         """Send nothing more to any worker."""
         for rank in range(len(self._links)):
             self.close(rank)
+
+    def _link(self, contact: Contact, incarnation: int) -> _Link:
+        link = _Link(contact, incarnation)
+        link.lends = self._here.is_near(contact) and lent_memory.can_lend()
+        return link
+
+    def _read(self, link: _Link, number: int, loan: Frame) -> list[Frame] | MemoryError | None:
+        """What is lent with a message, if that comes next; ``None`` if it has been asked for in frames of bytes."""
+        if number != link.received + 1:
+            return []
+        try:
+            return lent_memory.read(loan)
+        except MemoryError as error:
+            return error
+        except OSError as error:
+            log.debug("what is lent cannot be read: %s", error)
+        with link.lock:
+            link.asked_for = number
+            self._put(link, UNREADABLE, 0)
+        return None
 
     def _put(self, link: _Link, kind: int, number: int, frames: Sequence[Frame] = (b"",)) -> None:
         if link.closed:
@@ -156,6 +186,8 @@ class Mesh:
             configure(link.socket)
             self._here.connect(link.socket, link.contact)
         first, *rest = frames
+        if kind == DATA and link.lends and sum(map(len, rest)) >= lent_memory.LARGE:
+            kind, rest = LOAN, [lent_memory.lend(rest, link.token)]
         header = _HEADER.pack(kind, self._here.rank, self._here.incarnation, number, link.received)
         with contextlib.suppress(zmq.ContextTerminated):
             if rest:
@@ -171,7 +203,8 @@ class Mesh:
             if kind == DATA and number == link.received + 1:
                 link.received = number
                 return True
-            if kind == AGAIN:
+            if kind in (AGAIN, UNREADABLE):
+                link.lends = link.lends and kind == AGAIN
                 for kept, frames in link.kept:
                     self._put(link, DATA, kept, frames)
             elif kind == PROBE and number <= link.received:

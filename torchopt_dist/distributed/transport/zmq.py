@@ -215,14 +215,14 @@ class ZMQTransport(Transport):
         elif number in self._asked:  # otherwise nobody waits for it any more
             self._take_reply(number, content, rest)
 
-    def _take_reply(self, number: int, content: bytes, rest: Sequence[Frame]) -> None:
+    def _take_reply(self, number: int, content: bytes, rest: Sequence[Frame] | MemoryError) -> None:
         asked = self._asked[number]
         try:
             asked.future.set_result(_message(content, rest))
         except Exception as error:  # of this process, such as a lack of memory: the connection is whole
             asked.future.set_exception(error)
 
-    def _answer(self, worker: int, number: int, content: bytes, rest: Sequence[Frame]) -> None:
+    def _answer(self, worker: int, number: int, content: bytes, rest: Sequence[Frame] | MemoryError) -> None:
         try:
             reply = self._host.answer(_message(content, rest))
             frames = _frames(reply)
@@ -248,8 +248,10 @@ def _frames(message: Message) -> list[Frame]:
     return to_frames(to_wire(message, whole_storages=False))
 
 
-def _message(content: bytes, rest: Sequence[Frame]) -> Message:
-    """The inverse of :func:`_frames`."""
+def _message(content: bytes, rest: Sequence[Frame] | MemoryError) -> Message:
+    """The inverse of :func:`_frames`; raises the ``MemoryError`` of frames for which there is no room."""
+    if isinstance(rest, MemoryError):
+        raise rest
     if content[:1] == SKELETON_ALONE:
         return Message(content[1:], [], [], [])
     return from_wire(from_frames(content, rest))
