@@ -136,13 +136,14 @@ OF_STRATEGIES = ("sgd module", "adam of numbers module", "schedule module", "ada
     ("optimizer", "kind"),
     [
         *(
-            pytest.param(name, "module", marks=[] if name in ("sgd", "adam") else pytest.mark.nightly)
+            pytest.param(name, "module", marks=[] if name == "sgd" else pytest.mark.nightly)
             for name in OPTIMIZERS
         ),
         pytest.param("adamw", "tree", marks=pytest.mark.nightly),
     ],
 )
 def test_every_adjoint_with_every_optimizer(optimizer: str, kind: str) -> None:
+    """One program serves all adjoints of an optimizer; most tests below have Adam's."""
     problem = Problem(kind, optimizer)
     for name, adjoint in {**ALL, "replayed by memory": todist.Replayed(memory="3KiB")}.items():
         if name == "implicit" or ("strategies" in name and f"{optimizer} {kind}" not in OF_STRATEGIES):
