@@ -107,7 +107,15 @@ def assert_same(
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["replayed", "truncated", "SAMA", "evolution strategies"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "replayed",
+        pytest.param("truncated", marks=pytest.mark.nightly),
+        "SAMA",
+        pytest.param("evolution strategies", marks=pytest.mark.nightly),
+    ],
+)
 def test_results_of_cuda_graphs_are_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = emulate_graphs(monkeypatch)
     module = net(nn.BatchNorm1d(5).double())
@@ -169,7 +177,7 @@ OPTIMIZERS_OF_TREES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS_OF_TREES)
+@pytest.mark.parametrize("name", ["muon", "masked", pytest.param("lamb", marks=pytest.mark.nightly)])
 def test_optimizers_that_need_the_tree(name: str) -> None:
     assert_same(todist.Recorded(), net(), OPTIMIZERS_OF_TREES[name])
 
@@ -266,7 +274,11 @@ def test_a_pair_of_loops_goes_to_another_process_and_is_compiled_there() -> None
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed(), todist.Truncated(2)], ids=repr)
+@pytest.mark.parametrize(
+    "adjoint",
+    [todist.Recorded(), todist.Replayed(), pytest.param(todist.Truncated(2), marks=pytest.mark.nightly)],
+    ids=repr,
+)
 def test_batches_may_draw_random_numbers_and_have_a_history(adjoint: Any) -> None:
     scale = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
     w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
