@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import torchopt_dist as todist
 from examples import adjoints as example
+from tests.rows import each_row
 from torchopt_dist.diff.adjoints._segments import lengths
 from torchopt_dist.diff.estimate import _again
 
@@ -266,7 +267,7 @@ def test_a_program_is_as_it_was_before() -> None:
     assert all(map(torch.equal, values, net.parameters()))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changed", "error", "message"),
     [
         ({"loss": lambda w: w}, ValueError, "one element"),
