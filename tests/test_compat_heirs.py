@@ -14,6 +14,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.processes import PROGRAMS, ROOT, python
+from tests.rows import each_row
 from torchopt_dist import compat as torchopt
 from torchopt_dist import pytree, transform
 
@@ -152,7 +153,7 @@ def test_a_flat_chain_gives_lists_to_foreign_links_only(params: dict[str, torch.
     assert flat.fused_step == own.fused_step, "whole steps of ours stay whole"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("name", OPTIMIZERS)
 def test_lists_and_tuples_are_interchangeable(name: str) -> None:
     impl = getattr(torchopt, name)(0.1, **({"momentum": 0.9} if name == "sgd" else {}))
     ones = [torch.ones(2), {"a": torch.ones(3)}]

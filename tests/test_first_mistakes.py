@@ -17,6 +17,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.docs.test_public_names import MODULES
+from tests.rows import each_row
 from torchopt_dist.distributed.parallelize import CallKwargs
 
 untyped: Any = todist
@@ -356,7 +357,7 @@ def test_python_alone_tells_of_no_misspelt_option_of_what_users_call() -> None:
     assert len(told) > 40
 
 
-@pytest.mark.parametrize("module", [todist, *MODULES.values()], ids=lambda module: module.__name__)
+@each_row("module", [todist, *MODULES.values()])
 def test_what_tells_of_misspelt_options_is_one_function_wherever_it_is_found(module: Any) -> None:
     functions = [each for name in module.__all__ if type(each := getattr(module, name)) is FunctionType]
     for function in functions:
@@ -369,7 +370,7 @@ def test_a_type_error_inside_a_loss_that_is_called_rightly_stays_as_it_is() -> N
         todist.inner_loop(lambda net, x: no_length(), todist.sgd(lr=0.1), NET, [1])
 
 
-@pytest.mark.parametrize(("mistake", "text"), MISTAKES)
+@each_row(("mistake", "text"), MISTAKES)
 def test_the_error_says_what_to_write(mistake: Callable[[], Any], text: str) -> None:
     with pytest.raises(TypeError) as caught:
         mistake()
@@ -441,7 +442,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), CALLS)
+@each_row(("call", "kind", "text"), CALLS)
 def test_a_call_says_what_to_write(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind) as caught:
         todist.auto_init_rpc()(call)()

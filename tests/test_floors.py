@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rows import each_row
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchopt_dist"
 
@@ -187,7 +189,7 @@ def test_imports_go_down() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("room", "name", "may"),
     [
         ("optim", "transform.base.chain", True),

@@ -13,6 +13,7 @@ import pytest
 
 import torchopt_dist as todist
 from tests.processes import python
+from tests.rows import each_row
 from torchopt_dist.compat._second_names import SECOND_NAMES
 
 LINES = (Path(__file__).parent / "torchopt_names.txt").read_text("utf-8").splitlines()
@@ -68,7 +69,7 @@ def test_second_names_are_neither_shown_nor_new_things() -> None:
     assert rank_all(rank_all) is rank_all() is rank_all
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "hint"),
     [
         ("masked", "; it is `torchopt_dist.transform.masked`"),

@@ -8,10 +8,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from tests import nightly
 from tests.processes import python
+from tests.rows import each_row
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
@@ -49,7 +48,7 @@ def pairs(row: tuple[int, ...]) -> set[object]:
     return {*itertools.combinations(enumerate(row), 2)}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@each_row("seed", range(6))
 def test_each_pair_of_values_occurs(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [draw.randint(2, 6) for _ in range(draw.randint(3, 5))]

@@ -13,6 +13,7 @@ from torch.func import vmap
 from torch.futures import Future
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.pytree import structure
 
@@ -80,8 +81,8 @@ ARITHMETIC = {
 }
 
 
-@pytest.mark.parametrize(("on_trees", "on_leaves", "arity"), ARITHMETIC.values(), ids=ARITHMETIC)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@each_row(("on_trees", "on_leaves", "arity"), ARITHMETIC.values())
+@each_row("dtype", [torch.float64, torch.complex128])
 def test_arithmetic_goes_leaf_by_leaf(on_trees, on_leaves, arity, dtype):
     xs, ys = vectors(2 * arity, dtype)[:arity], vectors(2 * arity, dtype)[arity:]
     got = on_trees(*(tree(x, y) for x, y in zip(xs, ys, strict=True)))
@@ -91,7 +92,7 @@ def test_arithmetic_goes_leaf_by_leaf(on_trees, on_leaves, arity, dtype):
     assert got["b"][1] is None
 
 
-@pytest.mark.parametrize(("on_trees", "on_leaves", "arity"), ARITHMETIC.values(), ids=ARITHMETIC)
+@each_row(("on_trees", "on_leaves", "arity"), ARITHMETIC.values())
 def test_arithmetic_is_differentiable_and_batched(on_trees, on_leaves, arity):
     def first(*leaves):
         return on_trees(*({"a": leaf, "b": None} for leaf in leaves))["a"]
@@ -140,8 +141,8 @@ def test_an_ordered_dict_goes_with_a_dict():
     assert isinstance(got, OrderedDict)
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize(
+@each_row("shape", [(), (1,)])
+@each_row(
     "function",
     [
         lambda alpha, x, y: pytree.tree_scalar_mul(alpha, [x])[0] + y,
@@ -179,7 +180,7 @@ def test_a_wrong_scalar_is_refused_by_name(wrong, error):
                 function([1], [1], wrong)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "other", [[1], {"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": None}, {"a": 1, "b": (1, 2)}, 7, None]
 )
 def test_a_tree_of_another_structure_is_refused_by_name(other):

@@ -19,6 +19,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.processes import python
+from tests.rows import each_row
 from torchopt_dist import __main__ as program
 from torchopt_dist import report as page
 from torchopt_dist.launching import _cluster as cluster
@@ -90,7 +91,7 @@ def test_no_secret_is_printed(text: str, report: dict) -> None:
     assert re.search(r"^  SLURM_JOB_NAME +of \(hidden\)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "shown"),
     [
         ("RANK", True),

@@ -14,6 +14,7 @@ import torchopt_dist as todist
 from tests.distributed.programs import cube
 from tests.optim.graph import count_nodes
 from tests.pictures import parsed
+from tests.rows import each_row
 from torchopt_dist.visual import make_dot, resize_graph
 
 OPERATIONS = {"lightgrey", "plum"}
@@ -153,7 +154,7 @@ def test_equal_graphs_give_equal_text():
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "written"),
     [("<b>", "<b>"), ('say "w"', r"say \"w\""), ("a\\l", r"a\\l"), ("end\\", "end\\\\"), ("é", "é")],
 )
@@ -210,7 +211,7 @@ def test_the_size_grows_with_the_picture():
     assert 'size="3.5,3.5"' in dot.source
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("var", "error", "message"),
     [
         (3, TypeError, "`var` must be a tensor or a tree of tensors, got int"),
@@ -225,7 +226,7 @@ def test_a_wrong_output_is_refused(var, error, message):
         make_dot(var)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("params", "error", "message"),
     [
         (3, TypeError, "`params` must be a mapping, .*, got int"),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.rows import each_row
 from torchopt_dist.arguments.integers import integer
 
 
@@ -16,7 +17,7 @@ def test_an_integer_is_a_plain_one(value: Any) -> None:
     assert integer("n", -value) == -3
 
 
-@pytest.mark.parametrize("value", [True, 3.0, "3", None])
+@each_row("value", [True, 3.0, "3", None])
 def test_another_kind_is_named(value: Any) -> None:
     with pytest.raises(TypeError, match=f"`n` must be an integer, got {type(value).__name__}"):
         integer("n", value)

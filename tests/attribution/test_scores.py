@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.attribution import problems
 from tests.attribution.problems import DOUBLE, EXAMPLES, QUERIES, TOKENS, Data, network, training
+from tests.rows import each_row
 from torchopt_dist.attribution import Training, attribute
 
 
@@ -51,8 +52,8 @@ KINDS: dict[str, tuple[dict[str, Any], bool, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("accumulate", [1, 3])
+@each_row("kind", KINDS)
 def test_exact_scores_are_differences_of_trainings(kind: str, accumulate: int) -> None:
     options, tokens, shape = KINDS[kind]
     data = Data()
@@ -68,12 +69,11 @@ def test_exact_scores_are_differences_of_trainings(kind: str, accumulate: int) -
         torch.testing.assert_close(found.per_example, whole.scores, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "adjoint",
     [todist.Recorded(), todist.Replayed(snapshots=2), todist.Truncated(6), todist.Replayed(blocks="auto")],
-    ids=["recorded", "two snapshots", "truncated to all", "blocks"],
 )
-@pytest.mark.parametrize("together", [1, 2, 8])
+@each_row("together", [1, 2, 8])
 def test_every_exact_adjoint_and_number_of_queries_together_give_the_same(
     adjoint: Any, together: int
 ) -> None:
@@ -144,8 +144,8 @@ def products(model: nn.Module, data: Data, loss: Any, mask: Tensor | None = None
     return -of_queries @ torch.stack([flat(value) for value in of_examples]).T
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("masked", [False, True])
+@each_row("accumulate", [1, 2])
+@each_row("masked", [False, True])
 def test_products_of_gradients_are_those_by_hand(masked: bool, accumulate: int) -> None:
     data = Data()
     of = training(data, accumulate=accumulate, **({"mask": data.mask} if masked else {}))
@@ -208,7 +208,7 @@ def ask(**options: Any) -> Any:
     return attribute(given.pop("training"), given.pop("queries"), **given)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "error", "text"),
     [
         ({"training": (1, 2)}, TypeError, r"a todist.attribution.Training, got tuple: Training\("),
@@ -229,7 +229,7 @@ def test_what_attribute_refuses(options: dict[str, Any], error: type[Exception],
         ask(**options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "error", "text"),
     [
         ({"model": 3}, TypeError, "must be a torch.nn.Module, got int"),

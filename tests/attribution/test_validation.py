@@ -12,6 +12,7 @@ from torch import Tensor
 
 import torchopt_dist as todist
 from tests.attribution.problems import EXAMPLES, QUERIES, Data, training
+from tests.rows import each_row
 from torchopt_dist.attribution import Validation, attribute, counterfactual, metasmoothness, validate
 
 
@@ -115,7 +116,7 @@ def test_a_validation_goes_on_from_its_folder(tmp_path: Path) -> None:
         validate(of, queries, exact, retrains=10, folder=tmp_path)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "error", "text"),
     [
         ({"left_out": 0.0}, ValueError, "at least 1 of the 12 examples"),

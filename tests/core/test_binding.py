@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rows import each_row
 from torchopt_dist.core.binding import Bindings, bind
 from torchopt_dist.core.bound import Bound
 
@@ -255,7 +256,7 @@ def value(function: Any) -> float:
     return float(torch.as_tensor(function(2.0)).detach())
 
 
-@pytest.mark.parametrize("text", BOUND.values(), ids=BOUND)
+@each_row("text", BOUND.values())
 def test_a_name_means_what_it_meant(text):
     torch.manual_seed(0)
     names = script(text)
@@ -272,7 +273,7 @@ def test_a_name_means_what_it_meant(text):
     assert value(function) == after  # which the copy has left alone
 
 
-@pytest.mark.parametrize("text", REFUSED.values(), ids=REFUSED)
+@each_row("text", REFUSED.values())
 def test_a_name_that_cannot_be_given_back_is_an_error(text):
     names = script(text)
     bound = bind(names["f"])
@@ -297,8 +298,8 @@ COUNTING = {
 }
 
 
-@pytest.mark.parametrize("text", COUNTING.values(), ids=COUNTING)
-@pytest.mark.parametrize("calls", [0, 1])
+@each_row("text", COUNTING.values())
+@each_row("calls", [0, 1])
 def test_what_a_function_changes_itself_goes_on(text, calls):
     """Whether it is called before or only after it was settled."""
     names = script("x = 1.0\n" + textwrap.dedent(text))
@@ -342,7 +343,7 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("text", IN_PLACE.values(), ids=IN_PLACE)
+@each_row("text", IN_PLACE.values())
 def test_a_tensor_that_is_changed_in_place_is_an_error(text):
     names = script(text)
     bound = bind(names["f"])

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 import torchopt_dist as todist
 from tests.core.cubes import Cube
+from tests.rows import each_row
 from torchopt_dist.core.functional import replaced
 from torchopt_dist.transform._recorded_gradients import recorded_gradients
 
@@ -406,7 +407,7 @@ _leaf = torch.ones(3, requires_grad=True)
 _made_before = (_leaf**3).sum()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("function", "kind", "text"),
     [
         (appends, RuntimeError, r"`appends` changes a tensor of shape \(\) in place"),

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.data import Task, TaskSampler
 
 # Item i is [i, its label], so that tasks show where they are from.
@@ -42,7 +43,7 @@ def items(task: Task) -> list[int]:
     return torch.cat([task.support, task.query])[:, 0].int().tolist()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "dataset", [(ITEMS, LABELS), TensorDataset(ITEMS, LABELS), Pairs(), Listed(), Subset(Listed(), range(60))]
 )
 def test_a_task_has_so_many_items_of_so_many_classes_and_none_twice(dataset: Any) -> None:
@@ -112,7 +113,7 @@ def test_chosen_classes_texts_and_labels() -> None:
     assert TaskSampler(Subset(Listed(), [0, 1, 6, 7]), 2, 1, 1)[0].support.shape == (2, 2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "kind", "told"),
     [
         (

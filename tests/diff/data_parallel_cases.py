@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -419,22 +419,27 @@ NAMES = {
     4: [*_EACH, *_REST[1::2]],
 }
 """By the number of ranks, what is asked."""
+BY_DAY = {
+    1: [name for name in NAMES[1] if name not in _EACH],
+    2: [name for place, name in enumerate(_REST) if place % 4],
+    3: [*_EACH, *_REST[::4]],
+}
+"""Each case on two ranks or on three."""
 
 
-def answers(rank: int, size: int) -> dict[str, Numbers]:
-    """What all cases give on a rank."""
+def answers(rank: int, size: int, asked: Iterable[str] = ASKED) -> dict[str, Numbers]:
+    """What cases give on a rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    asked = [*ASKED] if not dist.is_initialized() else NAMES[size]
     return {name: ASKED[name](rank, size) for name in asked}
 
 
-def on_rank() -> dict[int, dict[str, Numbers]]:
+def on_rank(names: dict[int, list[str]]) -> dict[int, dict[str, Numbers]]:
     """What a worker of a launch gives, by the number of ranks in its group; one of two also runs loops by itself."""
     size = dist.get_world_size()
-    found = {size: answers(dist.get_rank(), size)}
+    found = {size: answers(dist.get_rank(), size, names[size])}
     if size == 2:
-        found[1] = answers(0, 1)
+        found[1] = answers(0, 1, names[1])
     return found
 
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ADJOINTS, ALL, ESTIMATORS, OPTIMIZERS, STEPS, Problem, gradients
+from tests.rows import each_row
 
 KINDS = ["tree", "module"]
 
@@ -51,7 +52,7 @@ def test_a_second_derivative_of_reptile_is_refused():
         sum(g.sum() for g in found).backward()
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_row("name", ALL)
 def test_values_are_the_same_for_all(name):
     adjoint = ALL[name]
     problem = Problem("tree", "adam")
@@ -196,7 +197,7 @@ def test_aux_comes_back_a_step_and_random_numbers_are_seeded():
     assert after != after_other
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_row("name", ALL)
 def test_nothing_is_recorded_without_grad_mode(name):
     problem = Problem("module", "momentum")
     with torch.no_grad():
@@ -205,8 +206,8 @@ def test_nothing_is_recorded_without_grad_mode(name):
     assert all(p.grad_fn is None for p in result.params.parameters())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ALL)
+@each_row("kind", KINDS)
+@each_row("name", ALL)
 def test_a_loop_goes_on_from_another_one_without_grad_mode_too(name, kind):
     def loop(problem):
         first = problem.run(ALL[name])
@@ -218,7 +219,7 @@ def test_a_loop_goes_on_from_another_one_without_grad_mode_too(name, kind):
     torch.testing.assert_close(plain.losses, loop(Problem(kind, "momentum")).losses.detach())
 
 
-@pytest.mark.parametrize("name", ADJOINTS)
+@each_row("name", ADJOINTS)
 def test_losses_are_connected_where_the_adjoint_is_exact(name):
     problem, row = Problem("tree", "adam"), ADJOINTS[name]
     result = problem.run(row.adjoint)
@@ -249,7 +250,7 @@ def _run(**changed):
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changed", "error", "text"),
     [
         ({"loss": 3}, TypeError, "`loss` must be a function, got int"),
@@ -358,7 +359,7 @@ def test_tasks_in_vmap_have_the_gradients_of_tasks_in_a_loop(name):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["recorded", "replayed", "truncated", "first order", "reptile", *ESTIMATORS])
+@each_row("name", ["recorded", "replayed", "truncated", "first order", "reptile", *ESTIMATORS])
 def test_in_vmap_a_parameter_stays_in_steps_that_do_not_use_it(name):
     params = {key: torch.ones(2, dtype=torch.float64, requires_grad=True) for key in ("always", "once")}
     weight = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
@@ -459,7 +460,7 @@ class _Checkpointed(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-@pytest.mark.parametrize("name", ADJOINTS)
+@each_row("name", ADJOINTS)
 def test_checkpoints_in_a_module_are_computed_with_the_parameters_of_the_step(name):
     def found(checkpoints):
         torch.manual_seed(0)
@@ -474,10 +475,8 @@ def test_checkpoints_in_a_module_are_computed_with_the_parameters_of_the_step(na
     torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "name", ["recorded", "replayed", "replayed from snapshots", "truncated", "first order"]
-)
+@each_row("optimizer", OPTIMIZERS)
+@each_row("name", ["recorded", "replayed", "replayed from snapshots", "truncated", "first order"])
 def test_a_loss_whose_gradient_torch_has_no_memory_for(name, optimizer):
     found = []
     for function in (torch.sgn, torch.sign):  # the second one has a gradient of zeros

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torchopt_dist as todist
 from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import ADJOINTS, OPTIMIZERS, Problem, gradients
+from tests.rows import each_row
 from torchopt_dist.process import free_memory
 
 D = torch.float64
@@ -246,7 +247,7 @@ class Told(nn.Module):
         return sum(x.square().mean() for x in [inputs[1], inputs[-1], *beside.values(), *told])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("way", "text"),
     [
         ("not", None),
@@ -263,7 +264,7 @@ class Told(nn.Module):
         ("input in place", r"block 'layers\.1' changes an input, and the loss .* uses this input later"),
     ],
 )
-@pytest.mark.parametrize("tasks", [1, 2])
+@each_row("tasks", [1, 2])
 def test_a_block_that_hands_on_more_than_what_it_returns_is_named(way, text, tasks):
     net = Told(way).double()
 
@@ -552,7 +553,7 @@ def test_a_block_that_returns_what_cannot_be_cut_is_named():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("params", "blocks", "text"),
     [
         (torch.ones(2, requires_grad=True), "auto", "need `params` to be a module, .* got a tree"),

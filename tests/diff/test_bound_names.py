@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL, EXACT, SAMPLED
+from tests.rows import each_row
 
 AGAIN = [name for name, adjoint in ALL.items() if adjoint.runs_again]
 
@@ -144,7 +145,7 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
     return w.clone().requires_grad_(), x.clone(), first.clone().requires_grad_()
 
 
-@pytest.mark.parametrize("name", AGAIN)
+@each_row("name", AGAIN)
 def test_a_tensor_that_was_changed_in_place_is_an_error(name):
     """As with a recorded loop, whose graph has saved it."""
     w, x, first = tensors()
@@ -162,7 +163,7 @@ def test_a_tensor_that_was_changed_in_place_is_an_error(name):
             total(adjoint)
 
 
-@pytest.mark.parametrize("name", AGAIN)
+@each_row("name", AGAIN)
 def test_a_batch_that_was_changed_in_place_is_an_error(name):
     w, x, first = tensors()
     loop = partial(todist.inner_loop, lambda p, y: (w * (p - y) ** 2).sum(), todist.sgd(lr=0.2), first)
@@ -172,7 +173,7 @@ def test_a_batch_that_was_changed_in_place_is_an_error(name):
         torch.autograd.grad(value, w)
 
 
-@pytest.mark.parametrize("name", AGAIN)
+@each_row("name", AGAIN)
 def test_a_tensor_that_was_changed_before_the_call_is_as_it_was(name):
     """Also where others stand in its place while the loss runs again, whose versions are others."""
     w = torch.tensor([0.2, 0.8], dtype=torch.float64, requires_grad=True)
@@ -225,8 +226,8 @@ class Recurrent(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("kept", ["not at all", "to be looked at", "a buffer", "in an attribute"])
-@pytest.mark.parametrize("name", AGAIN)
+@each_row("kept", ["not at all", "to be looked at", "a buffer", "in an attribute"])
+@each_row("name", AGAIN)
 def test_state_in_an_attribute_is_an_error(name, kept):
     """A step that runs again would find what the last one has left; buffers go from step to step."""
 

@@ -107,7 +107,15 @@ def assert_same(
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["replayed", "truncated", "SAMA", "evolution strategies"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "replayed",
+        pytest.param("truncated", marks=pytest.mark.nightly),
+        "SAMA",
+        pytest.param("evolution strategies", marks=pytest.mark.nightly),
+    ],
+)
 def test_results_of_cuda_graphs_are_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = emulate_graphs(monkeypatch)
     module = net(nn.BatchNorm1d(5).double())
@@ -136,13 +144,14 @@ OF_STRATEGIES = ("sgd module", "adam of numbers module", "schedule module", "ada
     ("optimizer", "kind"),
     [
         *(
-            pytest.param(name, "module", marks=[] if name in ("sgd", "adam") else pytest.mark.nightly)
+            pytest.param(name, "module", marks=[] if name == "sgd" else pytest.mark.nightly)
             for name in OPTIMIZERS
         ),
         pytest.param("adamw", "tree", marks=pytest.mark.nightly),
     ],
 )
 def test_every_adjoint_with_every_optimizer(optimizer: str, kind: str) -> None:
+    """One program serves all adjoints of an optimizer; most tests below have Adam's."""
     problem = Problem(kind, optimizer)
     for name, adjoint in {**ALL, "replayed by memory": todist.Replayed(memory="3KiB")}.items():
         if name == "implicit" or ("strategies" in name and f"{optimizer} {kind}" not in OF_STRATEGIES):
@@ -168,7 +177,7 @@ OPTIMIZERS_OF_TREES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS_OF_TREES)
+@pytest.mark.parametrize("name", ["muon", "masked", pytest.param("lamb", marks=pytest.mark.nightly)])
 def test_optimizers_that_need_the_tree(name: str) -> None:
     assert_same(todist.Recorded(), net(), OPTIMIZERS_OF_TREES[name])
 
@@ -265,7 +274,11 @@ def test_a_pair_of_loops_goes_to_another_process_and_is_compiled_there() -> None
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed(), todist.Truncated(2)], ids=repr)
+@pytest.mark.parametrize(
+    "adjoint",
+    [todist.Recorded(), todist.Replayed(), pytest.param(todist.Truncated(2), marks=pytest.mark.nightly)],
+    ids=repr,
+)
 def test_batches_may_draw_random_numbers_and_have_a_history(adjoint: Any) -> None:
     scale = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
     w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)

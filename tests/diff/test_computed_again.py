@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
+from tests.rows import each_row
 
 STEPS = 3
 
@@ -98,8 +99,8 @@ def _net(**options):
     return _Net(**options).double(), torch.randn(5, 3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", LOSSES)
+@each_row("tied", [False, True])
+@each_row("name", LOSSES)
 def test_it_has_the_parameters_of_the_step(name, tied):
     def found(again):
         net, x = _net(listed=name == "attribute", tied=tied)

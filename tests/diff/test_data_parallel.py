@@ -23,15 +23,6 @@ def alone() -> dict[str, Any]:
     return cases.answers(0, 1)
 
 
-@cache
-def on_ranks(size: int) -> Any:
-    return todist.launch(cases.on_rank, nproc_per_host=size, backend="gloo")
-
-
-def together(size: int) -> list[dict[str, Any]]:
-    return [on_ranks(max(size, 2)).rank(rank)[size] for rank in range(size)]
-
-
 def close(one: Any, other: Any) -> None:
     """Numbers are the same up to rounding; no gradient is the same as one of zeros."""
     one, other = (None if x is None else torch.tensor(x, dtype=torch.float64) for x in (one, other))
@@ -41,17 +32,10 @@ def close(one: Any, other: Any) -> None:
     torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        pytest.param(name, size, marks=pytest.mark.nightly if size == 4 else [])
-        for size in cases.NAMES
-        for name in cases.NAMES[size]
-    ],
-)
-def test_ranks_give_what_one_gives(name: str, size: int) -> None:
+def compare(name: str, of_ranks: list[Any]) -> None:
+    """What a case gives on ranks with what it gives in one process."""
+    size = len(of_ranks)
     own, *rest = alone()[name]
-    of_ranks = [of_rank[name] for of_rank in together(size)]
     if own is not None:
         joined = [of_ranks[place % size][0][place // size] for place in range(len(own))]
         close(own, joined)
@@ -60,6 +44,31 @@ def test_ranks_give_what_one_gives(name: str, size: int) -> None:
             if one is not None or other is not None:
                 close(one, other)
         assert others == of_ranks[0][1:]  # the same bits on all ranks
+
+
+@pytest.mark.parametrize(
+    ("workers", "names"),
+    [
+        pytest.param(2, cases.BY_DAY, id="2"),
+        pytest.param(3, cases.BY_DAY, id="3"),
+        *(
+            pytest.param(workers, cases.NAMES, id=f"{workers}, whole", marks=pytest.mark.nightly)
+            for workers in (2, 3, 4)
+        ),
+    ],
+)
+def test_ranks_give_what_one_gives(workers: int, names: dict[int, list[str]]) -> None:
+    made = todist.launch(cases.on_rank, (names,), nproc_per_host=workers, backend="gloo")
+    failures = []
+    for size in (1, 2) if workers == 2 else (workers,):
+        for name in names[size]:
+            try:
+                compare(name, [made.rank(rank)[size][name] for rank in range(size)])
+            except AssertionError as error:
+                error.add_note(f"of {name!r} on {size} rank(s)")
+                failures.append(error)
+    if failures:
+        raise ExceptionGroup("cases differ", failures)
 
 
 def test_evolution_strategies_of_ranks() -> None:
@@ -250,7 +259,7 @@ def test_a_rank_that_dies_is_an_error_within_seconds(when: str) -> None:
     assert time.monotonic() - begun < 60
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", ["forward", pytest.param("backward", marks=pytest.mark.nightly)])
 def test_the_others_name_the_rank_that_died(when: str, tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     answers = spawn.SimpleQueue()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import torchopt_dist as todist
+from tests.rows import each_row
 
 DOUBLE = torch.float64
 X = torch.linspace(-1, 1, 6, dtype=DOUBLE).reshape(3, 2)
@@ -42,10 +43,9 @@ def by_hand() -> list[float]:
     return [math.sqrt(sum(float(g.square().sum()) for g in flat[2 * i : 2 * i + 2])) for i in range(STEPS)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "adjoint",
     [todist.Recorded(), todist.Replayed(), todist.Replayed(snapshots=2), todist.Truncated(2)],
-    ids=str,
 )
 def test_the_norms_are_those_of_a_loop_by_hand(adjoint: Any) -> None:
     result = todist.inner_loop(loss, todist.sgd(lr=0.5), start(), STEPS, adjoint=adjoint, diagnose=True)

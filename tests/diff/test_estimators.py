@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.diff.adjoint_table import FINITE, OPTIMIZERS, Problem, Regression, gradients
 from tests.optim.table import ROWS
+from tests.rows import each_row
 
 SETTINGS = [(name, setting) for name, row in ROWS.items() for setting in row.options]
 
 
-@pytest.mark.parametrize(("name", "setting"), SETTINGS)
-@pytest.mark.parametrize("adjoint", FINITE)
+@each_row(("name", "setting"), SETTINGS)
+@each_row("adjoint", FINITE)
 def test_both_differences_are_their_formula_by_hand_with_every_optimizer(adjoint, name, setting):
     """The optimizer's Jacobian is taken by differences of its update here, and the gradients in closed form."""
     problem, row = Regression(), ROWS[name]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL, ESTIMATORS, FINITE, SAMPLED, Regression
 from tests.processes import World
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.distributed.partition import TensorDimensionPartitioner
 
@@ -84,7 +85,7 @@ def test_an_estimate_in_the_loss_of_another_one(name):
     torch.testing.assert_close(adapted(leaf * 1), expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@each_row("name", ESTIMATORS)
 def test_what_the_loss_uses_and_meta_does_not_list_is_an_error(name):
     problem = Regression()
     options = {
@@ -110,7 +111,7 @@ def test_what_the_loss_uses_and_meta_does_not_list_is_an_error(name):
         )
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@each_row("name", ESTIMATORS)
 def test_a_loss_may_make_leaves_of_its_own(name):
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     first = torch.ones(2, dtype=torch.float64, requires_grad=True)
@@ -378,7 +379,7 @@ def test_evolution_strategies_of_a_loss_under_a_checkpoint(name):
     torch.testing.assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "which"), [*((name, "meta") for name in ESTIMATORS), *((name, "first") for name in SAMPLED)]
 )
 def test_a_tensor_that_backward_reads_and_that_was_overwritten_is_an_error(name, which):
@@ -398,8 +399,8 @@ def test_a_tensor_that_backward_reads_and_that_was_overwritten_is_an_error(name,
         adapted.params.sum().backward()
 
 
-@pytest.mark.parametrize("outer", [lambda w: (w**2).sum(), lambda w: w.sum()], ids=["square", "linear"])
-@pytest.mark.parametrize("name", [*FINITE, *SAMPLED])
+@each_row("outer", [lambda w: (w**2).sum(), lambda w: w.sum()])
+@each_row("name", [*FINITE, *SAMPLED])
 def test_a_second_derivative_is_refused(name, outer):
     """Of a linear outer loss, too, whose own gradient is a constant: what is missing must not go unnoticed."""
     problem = Regression()
@@ -409,7 +410,7 @@ def test_a_second_derivative_is_refused(name, outer):
         (found.sum() + problem.weights.sum()).backward()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "kind", "message"),
     [
         (lambda: todist.FiniteDifference("small"), TypeError, "`eps` must be a number, got str"),

@@ -11,6 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.processes import World
+from tests.rows import each_row
 from torchopt_dist import linear_solve, nonlinear_solve
 from torchopt_dist.diff.implicit import custom_fixed_point, custom_root
 
@@ -98,7 +99,7 @@ def test_second_order_of_a_scalar(solve):
         assert y.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("argnums", [1, 2, 3, (3,), (1, 3), [2, 3]])
+@each_row("argnums", [1, 2, 3, (3,), (1, 3), [2, 3]])
 def test_any_argnums_a_lone_later_one_too(argnums):
     arguments = [t.clone().requires_grad_() for t in (X, Y, PENALTY)]
     solution = ridge(linear_solve.solve_cg(rtol=1e-13), argnums=argnums)(START, *arguments)
@@ -363,7 +364,7 @@ def solved(optimality, argnums=1, **options):
     return solver(torch.zeros(2), theta).sum().backward()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "kind", "message"),
     [
         (lambda: solved(lambda x, t: x - t, 0), ValueError, "`argnums` must be positions of at least 1"),
@@ -423,7 +424,7 @@ def test_bad_input(call, kind, message):
         call()
 
 
-@pytest.mark.parametrize("solve", SOLVES)
+@each_row("solve", SOLVES)
 def test_a_polynomial_s_root_has_its_jacobian(solve):
     @custom_root(lambda x, t: x * x + x - t, argnums=1, solve=SOLVES[solve])
     def root(x, t):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import eager
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.core import programs
 from torchopt_dist.process import progress_bar
 
@@ -48,8 +49,8 @@ def run(adjoint: Any = None, **options: Any) -> tuple[Any, Tensor]:
     return result, torch.cat([gradient.reshape(-1) for gradient in found])
 
 
-@pytest.mark.parametrize("adjoint", ADJOINTS, ids=lambda one: type(one).__name__)
-@pytest.mark.parametrize("stop", [None, lambda number, loss: number == 3], ids=["all", "stopped"])
+@each_row("adjoint", ADJOINTS)
+@each_row("stop", [None, lambda number, loss: number == 3])
 def test_each_step_is_told_once_and_nothing_is_changed(adjoint: Any, stop: Any) -> None:
     told: list[tuple[int, float, bool]] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import torchopt_dist as todist
-from tests.processes import torchrun
+from tests.processes import ROOT, finish, free_port, start_python
 from torchopt_dist.collectives.watched_group import WatchedGroup
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
 from torchopt_dist.diff.adjoints._signs import Signs
@@ -169,4 +170,16 @@ def test_a_program_with_loops_on_ranks_ends_well(tmp_path: Path) -> None:
     """Python aborted at its end, where the thread of the signs of life let go of the group."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    torchrun("--standalone", "--nproc_per_node=2", program, warm=False)
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    both = {**os.environ, **place, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    finish(
+        *(
+            start_python(program, warm=False, env={**both, "RANK": rank, "LOCAL_RANK": rank})
+            for rank in ("0", "1")
+        )
+    )

@@ -12,6 +12,7 @@ import torchopt_dist as todist
 from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import Problem, gradients
 from tests.diff.replays import agree, both, fewest_advances
+from tests.rows import each_row
 from torchopt_dist.diff.adjoints._segments import lengths
 from torchopt_dist.diff.adjoints._store import number_of_bytes
 
@@ -28,7 +29,7 @@ def _advances(units: int, slots: int) -> int:
     return units - 1 + sum(of_parts)
 
 
-@pytest.mark.parametrize(("units", "slots"), [(1, 1), (7, 1), (7, 3), (20, 3), (20, 20), (31, 4), (50, 2)])
+@each_row(("units", "slots"), [(1, 1), (7, 1), (7, 3), (20, 3), (20, 20), (31, 4), (50, 2)])
 def test_the_fewest_steps_are_run_again(units, slots):
     parts = lengths(units, slots, again=False)
     assert sum(parts) == units

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from tests.diff.adjoint_table import Problem, gradients
 from tests.diff.replays import agree, both
+from tests.rows import each_row
 
 D = torch.float64
 
@@ -305,7 +306,7 @@ def test_buffers_that_depend_on_parameters_are_refused():
         todist.inner_loop(lambda net: net(), todist.sgd(lr=0.1), _Averaging(), 2, adjoint=todist.Replayed())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "error", "text"),
     [
         ({"memory": 1.5}, TypeError, "`memory` must be a number of bytes or a string like '2GiB', got float"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.transform import inject_hyperparams
 
@@ -62,8 +62,8 @@ class Problem:
         return torch.autograd.grad((adapted**3).sum(), (self.peak, self.heavy))
 
 
-@pytest.mark.parametrize("stop", [None, lambda number, loss: number == STEPS - 1], ids=["to the end", "stop"])
-@pytest.mark.parametrize("name", ADJOINTS)
+@each_row("stop", [None, lambda number, loss: number == STEPS - 1])
+@each_row("name", ADJOINTS)
 def test_the_first_step_after_a_cut_is_connected_with_its_schedules(name, stop):
     problem, (adjoint, cut) = Problem(), ADJOINTS[name]
     x = problem.xs[0]
@@ -73,7 +73,7 @@ def test_the_first_step_after_a_cut_is_connected_with_its_schedules(name, stop):
     torch.testing.assert_close(problem.gradients(adapted), problem.gradients(expected), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ADJOINTS)
+@each_row("name", ADJOINTS)
 def test_and_in_vmap(name):
     problem, (adjoint, cut) = Problem(), ADJOINTS[name]
     expected = torch.stack([problem.by_hand(x, cut) for x in problem.xs])

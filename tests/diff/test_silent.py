@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 
 ADJOINTS = {"FirstOrder": todist.FirstOrder(), "Reptile": todist.Reptile()}
 
@@ -38,8 +39,8 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("adjoint", ADJOINTS)
-@pytest.mark.parametrize("inner", SILENT)
+@each_row("adjoint", ADJOINTS)
+@each_row("inner", SILENT)
 def test_what_only_the_inner_loss_uses_is_an_error_that_names_the_adjoints_with_a_gradient(adjoint, inner):
     program = Program()
     outer = program.adapted(ADJOINTS[adjoint], SILENT[inner](program))(program.x).sum()
@@ -68,8 +69,8 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize("adjoint", ADJOINTS)
-@pytest.mark.parametrize("outer", FINE)
+@each_row("adjoint", ADJOINTS)
+@each_row("outer", FINE)
 def test_nothing_else_is_accused(adjoint, outer):
     program = Program()
     inner = 1.0 if outer == "unused" else program.w

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL, STEPS, Problem, gradients
+from tests.rows import each_row
 from torchopt_dist.diff.adjoints import Adjoint
 
 ONCE = {name: adjoint for name, adjoint in ALL.items() if adjoint.batches_again is not None}
@@ -48,7 +49,7 @@ def test_a_stream_is_a_list_of_its_batches(name: str, stop: Any) -> None:
     assert len(found[0][1]) == (STEPS if stop is None else 3)
 
 
-@pytest.mark.parametrize("name", AGAIN)
+@each_row("name", AGAIN)
 def test_adjoints_that_run_steps_again_name_those_that_do_not(name: str) -> None:
     problem = Reader("module", "adam")
     with pytest.raises(TypeError) as caught:
@@ -96,7 +97,7 @@ def mean_loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("batches", "options", "kind", "told"),
     [
         (

@@ -10,6 +10,7 @@ from torch.distributions import Normal
 
 import torchopt_dist as todist
 from tests.processes import World
+from tests.rows import each_row
 from torchopt_dist.diff.zero_order import zero_order
 
 NORMAL = Normal(0.0, 1.0)
@@ -153,7 +154,7 @@ def identity(x):
     return x.sum()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "kind", "message"),
     [
         (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import torchopt_dist as todist
 from tests.distributed.programs import gradients, mlp
+from tests.rows import each_row
 from torchopt_dist.distributed.balance import ranges, taking_readings
 from torchopt_dist.distributed.worker import execute
 
@@ -66,7 +67,7 @@ def test_parts_are_in_order_and_none_is_empty():
     assert ranges(1, (7, 4), balance, exclusive=False) == [(7, 0, 1)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "error", "match"),
     [
         (lambda: todist.Balance({0: 0.0}), ValueError, "seconds must be positive, got 0.0 for rank 0"),

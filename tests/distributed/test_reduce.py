@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.distributed.balance import even_share
 from torchopt_dist.distributed.reduce import check_reducer
 
@@ -60,7 +61,7 @@ def test_without_sizes_all_weigh_the_same():
     assert todist.mean_reducer(iter([1.0, 4.0])).item() == 2.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@each_row("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_the_mean_keeps_the_dtype(dtype):
     reduced = todist.mean_reducer([torch.ones(2, dtype=dtype), 3 * torch.ones(2, dtype=dtype)], [1, 3])
     assert reduced.dtype == dtype
@@ -78,7 +79,7 @@ def test_weights_are_exact_in_double_precision():
     assert reduced.tolist() == [1 / 3, 2 / 3]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("results", "mean"),
     [
         ([1, 2], 1.5),
@@ -126,7 +127,7 @@ def test_one_result_is_itself():
 # Trees.
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("reducer", "expected"),
     [
         (todist.mean_reducer, ([1.5, 1.5], [3.0])),
@@ -159,7 +160,7 @@ class Batch(dict[str, Any]):
     """No tree to optree, as the outputs of libraries' models."""
 
 
-@pytest.mark.parametrize("reducer", REDUCERS, ids=ids)
+@each_row("reducer", REDUCERS)
 def test_containers_that_are_no_trees_are_reduced_leaf_by_leaf(reducer):
     """One in another, in a tuple, the keys in any order; the workers' own objects stay as they are."""
 
@@ -212,8 +213,8 @@ def test_the_order_is_kept():
 # What cannot be reduced.
 
 
-@pytest.mark.parametrize("reducer", REDUCERS, ids=ids)
-@pytest.mark.parametrize(
+@each_row("reducer", REDUCERS)
+@each_row(
     ("results", "kind", "told"),
     [
         ([], ValueError, ["at least one result"]),
@@ -269,7 +270,7 @@ def test_without_a_reducer_the_results_stay_a_list():
     assert check_reducer(None)(results, [1, 2]) is results
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("reducer", "reduced"),
     [
         (lambda results: ("plain", results), ("plain", [5, 6])),
@@ -301,7 +302,7 @@ def test_a_method_or_an_object_can_reduce():
     assert check_reducer(Reducer().method)([1], [2]) == [1]
 
 
-@pytest.mark.parametrize("bad", [3, "mean", [todist.mean_reducer], object()])
+@each_row("bad", [3, "mean", [todist.mean_reducer], object()])
 def test_what_cannot_be_called_is_told(bad):
     with pytest.raises(TypeError, match=f"reducer must be callable, got {type(bad).__name__}"):
         check_reducer(bad)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.distributed._split import split_only
 from torchopt_dist.distributed.partition import partition
 
@@ -98,7 +99,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("split", "partitioner", "kind", "told"), MISTAKES)
+@each_row(("split", "partitioner", "kind", "told"), MISTAKES)
 def test_wrong_names_are_refused_where_the_function_is_decorated(
     split: Any, partitioner: Any, kind: type[Exception], told: str
 ) -> None:

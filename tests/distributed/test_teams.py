@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import torchopt_dist as todist
 from tests.distributed import team_cases as cases
+from tests.rows import each_row
 
 
 @cache
@@ -19,8 +20,8 @@ def on_four() -> dict[str, Any]:
     return made.rank(0)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", cases.FUNCTIONS)
+@each_row("size", [2, 4])
+@each_row("name", cases.FUNCTIONS)
 def test_a_team_gives_what_one_process_gives(name, size):
     expected = cases.numbers(cases.alone(cases.FUNCTIONS[name]), second=name != "own")
     for one, other in zip(expected, on_four()[f"{name} {size}"], strict=True):
@@ -63,7 +64,7 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("name", MESSAGES)
+@each_row("name", MESSAGES)
 def test_an_error_of_a_member_is_one_of_the_call(name):
     assert MESSAGES[name] in on_four()[name]
 

@@ -6,12 +6,12 @@ import inspect
 import re
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
+from tests.rows import each_row
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -55,7 +55,7 @@ def test_every_number_may_be_a_tensor_but_those_that_are_named() -> None:
     assert numbers == set(re.findall(r"`(\w+)` of `(\w+)`", excepted))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("word", "page"),
     [("Checkpoint", "checkpoints"), ("Freeze", "hyperparameters"), ("GPU", "gpus"), ("SLURM", "slurm")],
 )

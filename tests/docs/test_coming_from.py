@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import linear_solve
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
@@ -186,6 +186,6 @@ def test_every_cell_is_run() -> None:
     assert cells == CELLS.keys() | ELSEWHERE
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@each_row("cell", CELLS)
 def test_a_cell_does_what_it_stands_for(cell: str) -> None:
     CELLS[cell]()

@@ -72,8 +72,11 @@ def check_output(program: Program, printed: str) -> None:
 
 
 ALONE = [
-    pytest.param(page, programs(page.read_text("utf-8"))["python torchrun"], id=page.stem)
-    for page in (PAGES[0], ROOT / "docs" / "getting_started.md")
+    pytest.param(page, programs(page.read_text("utf-8"))["python torchrun"], id=page.stem, marks=marks)
+    for page, marks in (
+        (PAGES[0], pytest.mark.nightly),  # by day it runs on two workers
+        (ROOT / "docs" / "getting_started.md", ()),
+    )
 ]
 """They say that plain ``python`` prints the same."""
 

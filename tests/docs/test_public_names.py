@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from tests.test_floors import ROOMS
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.parallelize import CallKwargs
@@ -233,9 +234,7 @@ def test_a_file_without_public_names_begins_with_an_underscore(package: str) -> 
     }.get(package, set())
 
 
-@pytest.mark.parametrize(
-    "name", ["parallelize", "parallelize_async", "map", "remote_sync_call", "remote_async_call"]
-)
+@each_row("name", ["parallelize", "parallelize_async", "map", "remote_sync_call", "remote_async_call"])
 def test_the_signature_of_a_call_has_every_option_and_its_default(name: str) -> None:
     (written,) = re.findall(rf"^\.\. autofunction:: {name}(\(.*\))$", PAGES["calls"], re.MULTILINE)
     shown = inspect.signature(eval(f"lambda {written[1:-1]}: None"))

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from tests.processes import python
+
+LEARNS = pytest.mark.parametrize("learns", [False, pytest.param(True, marks=pytest.mark.nightly)])
+"""A program with few steps, whose numbers are the same everywhere; and nightly with as many as what it claims needs."""
 
 
 def run_python(*arguments: object, warm: bool = True) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.examples.running import run_python
+from tests.examples.running import LEARNS, run_python
 from tests.processes import torchrun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "few_shot.py"
-SHORT = (
-    *("--scripts", "GREEK", "COPTIC", "ARMENIAN", "--steps", 22),
-    *("--tasks", 2, "--test-tasks", 20, "--width", 8),
-)
+SCRIPTS = ("--scripts", "GREEK", "COPTIC", "ARMENIAN")
 METHODS = ["nearest neighbours", "MAML", "first-order MAML", "no training", "ordinary training"]
 
 
@@ -24,13 +22,15 @@ def accuracies(printed: str) -> list[tuple[str, str, float, float]]:
     return [(shots, method, float(mean), float(apart)) for shots, method, mean, apart in rows]
 
 
-def test_one_process_and_two_workers_learn_the_same(tmp_path: Path) -> None:
+@LEARNS
+def test_one_process_and_two_workers_learn_the_same(tmp_path: Path, learns: bool) -> None:
     alone, pair = tmp_path / "alone.png", tmp_path / "new" / "pair.png"
-    state = tmp_path / "state"
-    first = run_python(EXAMPLE, *SHORT, "--output", alone, "--checkpoint", state)
-    words = (*SHORT, "--output", pair, "--tensorboard", tmp_path / "curves")
+    steps, width = (22, 8) if learns else (2, 4)
+    short = (*SCRIPTS, "--steps", steps, "--tasks", 2, "--test-tasks", 20, "--width", width)
+    first = run_python(EXAMPLE, *short, "--output", alone)
+    words = (*short, "--output", pair, "--tensorboard", tmp_path / "curves")
     second = torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *words)
-    assert "22 steps of 2 tasks by each method" in first
+    assert f"{steps} steps of 2 tasks by each method" in first
     assert "times as fast" not in first
     assert len(re.findall(r"[\d.]+ s on one worker, [\d.]+ s on 2: [\d.]+ times as fast", second)) == 1
     one, two = accuracies(first), accuracies(second)
@@ -42,9 +42,15 @@ def test_one_process_and_two_workers_learn_the_same(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
     assert list((tmp_path / "curves").iterdir())
 
-    again = run_python(EXAMPLE, *SHORT, "--output", alone, "--checkpoint", state)  # from step 20
-    assert "2 steps of 2 tasks by each method" in again
-    assert accuracies(again) == one
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    short: Sequence[object] = (*SCRIPTS, "--steps", 22, "--tasks", 1, "--test-tasks", 4, "--width", 4)
+    files = ("--output", tmp_path / "picture.png", "--checkpoint", tmp_path / "state")
+    first = run_python(EXAMPLE, *short, *files)
+    assert "22 steps of 1 tasks by each method" in first
+    again = run_python(EXAMPLE, *short, *files)  # from step 20
+    assert re.search(r"^2 steps of 1 tasks by each method", again, re.MULTILINE)
+    assert accuracies(again) == accuracies(first)
 
 
 def test_help_names_the_long_version() -> None:

@@ -20,6 +20,7 @@ def errors(printed: str) -> dict[tuple[str, str], list[float]]:
     return {(row[0], row[1]): [float(cell.split()[0]) for cell in row[3:] if cell] for row in rows}
 
 
+@pytest.mark.nightly
 def test_maml_fits_new_sines_sooner(tmp_path: Path) -> None:
     sizes = ("--meta-steps", 120, "--lr", 0.01, "--inner-lr", 0.02, "--tasks", 10, "--test-tasks", 60)
     found = errors(run_python(EXAMPLE, *sizes, "--output", tmp_path / "one.png"))
@@ -44,6 +45,7 @@ def test_one_worker_and_two_learn_alike(tmp_path: Path) -> None:
     )
     one, two = errors(run_python(*words)), errors(torchrun("--standalone", "--nproc_per_node=2", *words))
     assert len(one) == 5
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     for key, of_one in one.items():
         assert two[key] == pytest.approx(of_one, abs=0.02)
 

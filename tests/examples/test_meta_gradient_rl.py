@@ -49,6 +49,7 @@ def test_the_meta_gradient_is_the_finite_difference() -> None:
     assert torch.autograd.gradcheck(next_loss, (randn(6).requires_grad_(), randn(6).requires_grad_()))
 
 
+@pytest.mark.nightly
 def test_learned_ones_beat_the_best_fixed(tmp_path: Path) -> None:
     words = ("--runs", 16, "--episodes", 240, "--lr", 0.1, "--meta-lr", 0.2)
     rows = {row[0]: row for row in table(run_python(EXAMPLE, *words, "--output", tmp_path / "one.png"))[1:]}
@@ -65,4 +66,5 @@ def test_one_worker_and_two_live_alike(tmp_path: Path) -> None:
     words = (EXAMPLE, "--runs", 3, "--episodes", 12, "--output", tmp_path / "picture.png")
     one = table(run_python(*words))
     assert one[3][0] == "learned online"
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert one == table(torchrun("--standalone", "--nproc_per_node=2", *words))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
+from tests.rows import each_row
 from torchopt_dist.formulas import formulas_in_transforms
 
 D = torch.float64
@@ -22,8 +23,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@each_row("batched", [False, True])
+@each_row("name", OPTIONS)
 def test_derivatives_outside_and_inside_of_vmap_are_those_of_a_loop(name: str, batched: bool) -> None:
     torch.manual_seed(0)
     weight = torch.randn((3, 5, 2) if batched else (5, 2), dtype=D)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.formulas import tiled_attention
 from torchopt_dist.formulas.attention import attention_by_formula
 
@@ -549,7 +550,7 @@ def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_attention, "ROWS", 1)
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_row("name", ALL)
 def test_second_derivatives_are_those_of_differences_or_of_a_formula(name: str) -> None:
     expected = expected_of(ALL[name])
     assert all(x.isfinite().all() for x in expected)
@@ -571,7 +572,7 @@ IN_VMAP = ROUTES | {"truncated": partial(by_loop, todist.Truncated(1))}
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", [name for name in ALL if not name.endswith(OTHERWISE_IN_VMAP)])
+@each_row("name", [name for name in ALL if not name.endswith(OTHERWISE_IN_VMAP)])
 def test_so_they_are_in_steps_and_in_loops_in_vmap(name: str) -> None:
     expected = expected_of(ALL[name])
     found = {way: products(ALL[name], in_vmap(move)) for way, move in IN_VMAP.items()}

@@ -16,6 +16,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.functions import my_rank
+from tests.rows import each_row
 from torchopt_dist.launching import Launcher, LaunchResult, add_launcher_args, launch, on_ranks
 from torchopt_dist.launching._settings import read_env_file
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 ON_TWO = Launcher(nproc_per_host=2, handlers=[])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "error", "message"),
     [
         ({"nproc_per_host": 0}, ValueError, "`nproc_per_host` must be at least 1, got 0"),
@@ -159,7 +160,7 @@ def test_numbers_of_numpy_are_numbers():
     assert Launcher(nproc_per_host=np.array([1]), handlers=[]).run(my_rank).results == {"localhost": [0]}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "message"),
     [
         (lambda: on_ranks("x"), "`handler` must be a logging.Handler, got str 'x'"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+from tests.rows import each_row
 from torchopt_dist import linalg
 
 
@@ -42,7 +43,7 @@ def test_implicit_gradients_are_those_of_the_unrolled_iterations():
     torch.testing.assert_close(ours[1], theirs[1])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "solve",
     [
         lambda A, b: linalg.cg((A + A.T) / 2, b, rtol=1e-14),
@@ -92,7 +93,7 @@ def test_batches_and_torch_func():
     torch.testing.assert_close(gradient, torch.linalg.solve(A[0], torch.ones(3).double()))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "kind", "message"),
     [
         (

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import linear_solve
 from torchopt_dist.linear_solve import ConvergenceWarning
 
@@ -208,8 +209,8 @@ def test_ridge_is_added_and_differentiated(name):
         torch.testing.assert_close(found, other)
 
 
-@pytest.mark.parametrize("name", ["cg", "normal_cg", "gmres", "bicgstab"])
-@pytest.mark.parametrize("how", ["jacobi", "known", "batched"])
+@each_row("name", ["cg", "normal_cg", "gmres", "bicgstab"])
+@each_row("how", ["jacobi", "known", "batched"])
 def test_preconditioners_save_iterations(name, how):
     scale = torch.logspace(0, 4, 20, dtype=torch.float64)
     A = torch.diag(scale) + 0.01 * torch.ones(20, 20, dtype=torch.float64)
@@ -224,7 +225,7 @@ def test_preconditioners_save_iterations(name, how):
     assert info.iterations.max() < without.iterations / 2
 
 
-@pytest.mark.parametrize("name", ["cg", "normal_cg", "gmres", "bicgstab"])
+@each_row("name", ["cg", "normal_cg", "gmres", "bicgstab"])
 def test_a_start_at_the_solution_needs_no_iteration(name):
     A, b = spd(), double(N, seed=1)
     solver = type(SOLVERS[name])(init=torch.linalg.solve(A, b), rtol=1e-8)
@@ -279,7 +280,7 @@ SINGULAR = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
 ONES = torch.ones(2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("solver", "A", "message"),
     [
         (linear_solve.solve_cg(), INDEFINITE, "need a symmetric positive definite matrix, and met"),
@@ -324,7 +325,7 @@ def test_least_squares_of_a_singular_matrix():
     torch.testing.assert_close(x, torch.tensor([1.0, 0.0]))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "kind", "message"),
     [
         (lambda: linear_solve.solve_cg(rtol=-1.0), ValueError, "`rtol` must be at least 0, got -1.0"),

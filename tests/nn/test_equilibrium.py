@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.linear_solve import solve_gmres, solve_neumann
 from torchopt_dist.nn import Equilibrium
 from torchopt_dist.nonlinear_solve import anderson, broyden, fixed_point_iteration, newton
@@ -64,7 +65,7 @@ def derivatives(module: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tens
     return [*first, *second]
 
 
-@pytest.mark.parametrize("solver", [anderson, fixed_point_iteration, newton, broyden])
+@each_row("solver", [anderson, fixed_point_iteration, newton, broyden])
 def test_derivatives_of_orders_one_and_two_are_those_of_unrolling_to_convergence(solver: Any) -> None:
     module = layer(solver(**EXACT))
     x = inputs(4)
@@ -204,7 +205,7 @@ def test_copies_keep_solvers_and_cells() -> None:
     assert list(module.state_dict()) == ["cell.weight", "cell.inject"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "error", "text"),
     [
         ({"cell": 3}, TypeError, "`cell` must be a module or a function, got int"),

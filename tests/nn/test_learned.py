@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 
 
 def network() -> nn.Sequential:
@@ -115,7 +116,7 @@ def test_state_copies_and_text() -> None:
     assert "lr:0.weight: about 0.1 in each of 6 entries" in repr(entries)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "kind", "told"),
     [
         (

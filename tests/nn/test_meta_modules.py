@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributions import Normal
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import linear_solve
 from torchopt_dist.nn import ImplicitMetaGradientModule, MetaGradientModule, ZeroOrderGradientModule
 
@@ -82,7 +83,7 @@ def test_names_can_be_reassigned_registered_and_deleted():
         module.register_meta_module("x", 3)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "assign",
     [
         lambda self, scale, net: setattr(self, "scale", scale),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import module_detach_
 from torchopt_dist.nn import (
     ModuleState,
@@ -53,7 +54,7 @@ def one_step(net):
                 part._parameters[name] = new.get(id(p), p)
 
 
-@pytest.mark.parametrize("by", MODES)
+@each_row("by", MODES)
 def test_a_clone_computes_alike_and_keeps_its_structure(by):
     net = Net().eval()
     net.register_forward_hook(calls)
@@ -82,8 +83,8 @@ def test_a_reference_clone_shares_tensors_but_not_their_places(by):
     assert net.first.weight is not clone.first.weight
 
 
-@pytest.mark.parametrize("by", ["copy", "clone"])
-@pytest.mark.parametrize("grad_mode", [True, False])
+@each_row("by", ["copy", "clone"])
+@each_row("grad_mode", [True, False])
 def test_a_copied_clone_is_connected(by, grad_mode):
     net = Net()
     with torch.set_grad_enabled(grad_mode):
@@ -119,7 +120,7 @@ def test_detached_buffers_are_not_written_by_the_clone():
     assert not torch.equal(net.norm.running_mean, before)
 
 
-@pytest.mark.parametrize("by", MODES)
+@each_row("by", MODES)
 def test_a_device_moves_everything_and_keeps_ties(by):
     clone = module_clone(Net(), by=by, device="meta")
     assert {tensor.device.type for tensor in tensors(clone).values()} == {"meta"}
@@ -155,7 +156,7 @@ def test_trees_are_cloned_leaf_by_leaf():
     assert module_clone(leaf) is leaf
 
 
-@pytest.mark.parametrize("by", MODES)
+@each_row("by", MODES)
 def test_a_snapshot_recovers_again_and_again(by):
     net = Net()
     state = extract_state_dict(net, by=by)
@@ -345,7 +346,7 @@ class Chosen(nn.Linear):
         yield "only", self.bias
 
 
-@pytest.mark.parametrize(
+@each_row(
     "make",
     [
         Net,

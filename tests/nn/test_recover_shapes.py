@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rows import each_row
 from torchopt_dist.nn import extract_state_dict, recover_state_dict
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("net", "other", "message"),
     [
         (nn.Linear(1, 1), nn.Linear(2, 2), r"'weight' must have \(1, 1\), got \(2, 2\)"),
@@ -19,7 +20,6 @@ from torchopt_dist.nn import extract_state_dict, recover_state_dict
             r"'weight' must have \(1, 1\), got \(1, 2\)",
         ),
     ],
-    ids=["larger", "without bias", "with bias", "a part"],
 )
 def test_other_shapes_are_refused(net, other, message):
     before = dict(net.named_parameters())

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.rows import each_row
 
 MADE = [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, todist.SGD, todist.AdamW]
 
 
-@pytest.mark.parametrize("made", MADE, ids=str)
+@each_row("made", MADE)
 def test_a_step_in_place_of_a_clone_is_told(made):
     module = torch.nn.Linear(2, 1)
     before = module.weight.detach().clone()
@@ -26,9 +27,7 @@ def test_a_step_in_place_of_a_clone_is_told(made):
     assert torch.equal(module.weight, before)
 
 
-@pytest.mark.parametrize(
-    "case", ["deepcopy", "moved", "partly moved", "gone", "module gone", "known", "frozen"]
-)
+@each_row("case", ["deepcopy", "moved", "partly moved", "gone", "module gone", "known", "frozen"])
 def test_steps_that_are_meant_are_not_told(case):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     x = torch.ones(1, 2)

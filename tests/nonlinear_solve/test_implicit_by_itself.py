@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from tests.nonlinear_solve.test_nonlinear_solvers import FIXED_POINTS, SOLVERS, START, TIGHT, B, W, cell
+from tests.rows import each_row
 from torchopt_dist import linear_solve, nonlinear_solve
 from torchopt_dist.diff.implicit import custom_fixed_point
 
@@ -35,7 +36,7 @@ def test_derivatives_of_orders_one_and_two(name: str) -> None:
     assert gradgradcheck(lambda W, b: solved(name, START, W, b), arguments)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@each_row("name", SOLVERS)
 def test_closed_forms_to_order_three_and_none_for_the_start(name: str) -> None:
     b = torch.tensor([1.5], dtype=DOUBLE, requires_grad=True)
     start = torch.ones(1, dtype=DOUBLE, requires_grad=True)
@@ -50,7 +51,7 @@ def test_closed_forms_to_order_three_and_none_for_the_start(name: str) -> None:
     assert torch.autograd.grad(z, start, allow_unused=True)[0] is None
 
 
-@pytest.mark.parametrize("name", ["iteration", "anderson", "newton", "broyden"])
+@each_row("name", ["iteration", "anderson", "newton", "broyden"])
 def test_far_from_its_limit_an_iteration_says_so_and_unrolling_is_another_gradient(name: str) -> None:
     b = torch.ones(1, dtype=DOUBLE, requires_grad=True)
     start = torch.zeros(1, dtype=DOUBLE, requires_grad=True)

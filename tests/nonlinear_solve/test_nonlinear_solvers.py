@@ -9,6 +9,7 @@ import torch
 from torch.autograd import gradcheck
 
 from tests.optim.graph import count_nodes
+from tests.rows import each_row
 from torchopt_dist import linear_solve, nonlinear_solve
 from torchopt_dist.diff.implicit import custom_fixed_point, custom_root
 from torchopt_dist.linear_solve import ConvergenceWarning
@@ -42,7 +43,7 @@ def solved(name, start, W, b):
     return SOLVERS[name].with_info(lambda z: z - cell(z, W, b), start)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@each_row("name", SOLVERS)
 def test_solution_and_information(name):
     z, info = solved(name, START, W, B)
     torch.testing.assert_close(z, cell(z, W, B), rtol=1e-10, atol=1e-10)
@@ -64,7 +65,7 @@ def test_acceleration_accelerates_and_newton_is_quadratic():
     assert int(solved("newton", START, W, B)[1].iterations) < 8
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@each_row("name", SOLVERS)
 def test_trees_and_shapes(name):
     def function(x):
         return {"a": torch.cos(x["a"]), "b": [0.5 * x["b"][0] + x["a"].sum()]}
@@ -79,7 +80,7 @@ def test_trees_and_shapes(name):
     torch.testing.assert_close(x["b"][0], 4 * x["a"][0, 0])
 
 
-@pytest.mark.parametrize("name", [name for name in SOLVERS if name != "newton by gmres"])
+@each_row("name", [name for name in SOLVERS if name != "newton by gmres"])
 def test_a_batch_under_vmap(name):
     b = torch.stack([B, -2 * B, 0 * B])
     z, info = torch.vmap(lambda b: solved(name, START, W, b))(b)
@@ -100,7 +101,7 @@ def test_implicit_gradients(name):
     assert gradcheck(lambda W, b: layer(START, W, b), arguments)
 
 
-@pytest.mark.parametrize("name", ["iteration", "anderson", "newton", "broyden"])
+@each_row("name", ["iteration", "anderson", "newton", "broyden"])
 def test_unrolled_gradients_agree(name):
     def gradient(unroll):
         b = B.clone().requires_grad_()
@@ -131,7 +132,7 @@ def test_a_solver_that_does_not_converge_says_so():
         nonlinear_solve.newton()(lambda x: 0 * x + 1, torch.tensor(1.0))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "kind", "message"),
     [
         (lambda: nonlinear_solve.anderson(history=0), ValueError, "`history` must be at least 1, got 0"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rows import each_row
 from tests.warm_python import WarmPython
 from torchopt_dist import ops
 from torchopt_dist.ops import library
@@ -228,7 +229,7 @@ def test_logger_is_the_package_own():
     assert logging.getLogger("torchopt_dist").level == logging.NOTSET
 
 
-@pytest.mark.parametrize("devices", [None, "cpu", torch.device("cpu"), ["cpu", "cpu"]])
+@each_row("devices", [None, "cpu", torch.device("cpu"), ["cpu", "cpu"]])
 def test_torchopts_question_gets_a_true_answer(devices):
     assert ops.accelerated_op_available(devices) is (ops.why_not("adam", "cpu") is None)
     assert ops.accelerated_op_available(["cpu", "cuda"]) is ops.is_available("adam", "cuda")

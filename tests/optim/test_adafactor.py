@@ -14,6 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.optim.programs import DOUBLE, flat, losses, make
+from tests.rows import each_row
 
 SETTINGS = {
     "defaults": {"lr": 0.05},
@@ -123,7 +124,7 @@ def test_zeros_have_finite_steps_and_derivatives():
         torch.testing.assert_close(grad, 2 * p.detach())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "kind", "told"),
     [
         ({"beta2_decay": 0.5}, ValueError, "`beta2_decay` must be at most 0, got 0.5"),

@@ -13,6 +13,7 @@ import torchopt_dist as todist
 from tests.optim.graph import count_nodes
 from tests.optim.programs import DOUBLE, inner_loss, recorded_grad, unroll
 from tests.optim.table import CASES, ROWS
+from tests.rows import each_row
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)
@@ -56,7 +57,7 @@ def test_every_hyper_parameter_as_a_tensor_gets_its_gradient(name):
     torch.testing.assert_close(after(*numbers), tuple(want), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_meta_gradients_are_finite_where_an_inner_gradient_is_zero(name, setting):
     row = ROWS[name]
     w = nn.Linear(2, 1, bias=False).double()
@@ -74,7 +75,7 @@ def test_meta_gradients_are_finite_where_an_inner_gradient_is_zero(name, setting
         torch.testing.assert_close(gradient[0, 1], 2 * first.detach()[0, 1])
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_vmap_and_func_grad(name):
     row = ROWS[name]
     hyper = {**next(iter(row.options.values()))}

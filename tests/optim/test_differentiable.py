@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.optim.programs import X, loss_of, make, run, same, values
 from tests.optim.torch_classes import CLASSES, FORMS, One, W, trajectory
+from tests.rows import each_row
 from torchopt_dist.optim import MetaOptimizer
 from torchopt_dist.optim.differentiable import differentiable
 
@@ -31,8 +32,8 @@ def test_the_values_are_the_plain_optimizers_bit_for_bit(cls, options, dtype):
     assert not same(net, make(dtype))
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("cls", CLASSES)
+@each_row("shape", [(), (1,)])
+@each_row("cls", CLASSES)
 def test_a_tensor_of_another_dtype_and_shape_will_do(cls, shape):
     w, lr = torch.tensor(W, dtype=torch.float64), torch.full(shape, 0.05, requires_grad=True)
     moved = trajectory(cls, w.requires_grad_(), 3, lr=lr)
@@ -56,7 +57,7 @@ def test_complex_parameters(cls):
     assert torch.autograd.grad(one.w.abs().sum(), first)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@each_row("cls", CLASSES)
 def test_frozen_tied_and_unused_parameters(cls):
     net = make()
     net[0].weight.requires_grad_(False)

@@ -9,6 +9,7 @@ import torch
 
 from tests.optim.programs import loss_of, make, run
 from tests.optim.torch_classes import CLASSES, FORMS, One, W, takes, trajectory
+from tests.rows import each_row
 from torchopt_dist.optim import MetaSGD
 from torchopt_dist.optim.differentiable import differentiable
 
@@ -141,7 +142,7 @@ def test_torchs_own_differentiable_adam_gives_nan_there():
     assert torch.autograd.grad(p, w)[0].isnan()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "options",
     [
         {},

@@ -17,6 +17,7 @@ from tests.optim.programs import (
     values,
 )
 from tests.optim.torch_classes import CLASSES
+from tests.rows import each_row
 from torchopt_dist.nn import extract_state_dict, recover_state_dict
 from torchopt_dist.optim.differentiable import differentiable
 
@@ -32,7 +33,7 @@ def test_the_graph_stays_flat_over_cut_steps(cls, way):
     assert_the_graph_stays_flat(net, differentiable(cls, net, lr=lr), way, held, 30)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@each_row("cls", CLASSES)
 def test_a_recovered_optimizer_repeats_itself(cls):
     net = make()
     optimizer = differentiable(cls, net)
@@ -52,8 +53,8 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(cls, half):
     assert_a_resumed_run_equals_an_unbroken_one(partial(differentiable, cls), half)
 
 
-@pytest.mark.parametrize("again", AGAIN)
-@pytest.mark.parametrize("cls", CLASSES)
+@each_row("again", AGAIN)
+@each_row("cls", CLASSES)
 def test_copies_go_on_alike_and_apart(cls, again):
     lr = torch.tensor(0.01, requires_grad=True)
     assert_copies_go_on_alike_and_apart(partial(differentiable, cls, lr=lr), again)

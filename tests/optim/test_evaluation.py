@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import torchopt_dist as todist
 from tests.optim.graph import count_nodes
 from tests.optim.programs import X, make, values
+from tests.rows import each_row
 from torchopt_dist.optim import MetaAdam, MetaSGD
 
 Y = X.sum(1, keepdim=True)
@@ -38,8 +39,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("context", [torch.no_grad, torch.inference_mode])
+@each_row("name", OPTIMIZERS)
 def test_a_validation_step_adapts_as_training_does_and_records_nothing(name, context):
     learner = Learner(OPTIMIZERS[name])
     want, _ = learner.validation_step((X, Y), 0)

@@ -12,6 +12,7 @@ import torchopt_dist as todist
 from tests.optim.graph import count_nodes
 from tests.optim.programs import DOUBLE, flat, losses, make
 from tests.optim.table import CASES, ROWS
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.optim import FuncOptimizer
 
@@ -102,7 +103,7 @@ def test_a_parameter_without_gradient_is_skipped_as_in_torch(name, setting):
     assert all(before["b"] is later["b"] for before, later in kept)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_gradients_are_only_read_and_memory_holds_no_graph(name):
     row = ROWS[name]
     for options in row.options.values():
@@ -120,7 +121,7 @@ def test_gradients_are_only_read_and_memory_holds_no_graph(name):
         assert count_nodes(*(t for t in tensors if isinstance(t, torch.Tensor))) == 0
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_update_is_pure_unless_it_may_overwrite(name, setting):
     row = ROWS[name]
     impl = row.function(**row.options[setting])
@@ -136,8 +137,8 @@ def test_update_is_pure_unless_it_may_overwrite(name, setting):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
-@pytest.mark.parametrize("recorded", [False, True])
+@each_row(("name", "setting"), CASES)
+@each_row("recorded", [False, True])
 def test_each_parameter_has_a_state_of_its_layout_in_a_storage_of_its_own(name, setting, recorded):
     row = ROWS[name]
     shapes = ((2, 3, 4, 5), (4, 3), (3,), (3,))
@@ -156,7 +157,7 @@ def test_each_parameter_has_a_state_of_its_layout_in_a_storage_of_its_own(name, 
             assert [x.untyped_storage().nbytes() for x in field] == [x.nbytes for x in field]
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_grad_scaler_and_schedulers(name):
     row = ROWS[name]
     setting, options = next(iter(row.options.items()))
@@ -196,7 +197,7 @@ def test_update_compiles_without_a_graph_break(name):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_lazily_conjugated_gradients(name, setting):
     """``W.mH @ x`` gives such gradients, to both classes."""
     row = ROWS[name]
@@ -226,7 +227,7 @@ def test_a_lazily_conjugated_parameter_is_refused():
         todist.SGD([w], 0.1).step()
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_update_is_pure_unless_it_is_asked_to_overwrite(name, setting):
     row = ROWS[name]
     impl = todist.chain(todist.transform.clip_grad_norm(1.0), row.function(**row.options[setting]))
@@ -240,8 +241,8 @@ def test_update_is_pure_unless_it_is_asked_to_overwrite(name, setting):
     assert len(optree.tree_leaves(after)) == len(held)
 
 
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row("fused", [None, True])
+@each_row(("name", "setting"), CASES)
 def test_a_gradient_of_zeros_without_memory_is_one_of_zeros(name, setting, fused):
     row = ROWS[name]
     options = dict(row.options[setting])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import transform
 from torchopt_dist.nn import extract_state_dict, module_clone, recover_state_dict, stop_gradient
 
@@ -116,7 +117,7 @@ def test_what_was_loaded_of_another_optimizer_is_refused(saved):
         recover_state_dict(other, snapshot)
 
 
-@pytest.mark.parametrize("impl", [todist.sgd(0.1), todist.adam(0.1), todist.adamw(0.1), todist.rmsprop(0.1)])
+@each_row("impl", [todist.sgd(0.1), todist.adam(0.1), todist.adamw(0.1), todist.rmsprop(0.1)])
 def test_complex_parameters_are_cut(impl):
     w = torch.ones(2, dtype=torch.complex128, requires_grad=True)
     optimizer = todist.FuncOptimizer(impl)
@@ -140,7 +141,7 @@ def test_a_complex_parameter_that_stays_is_itself():
     assert todist.FuncOptimizer(todist.adam()).step((w.abs() ** 2).sum(), [w, frozen])[1] is frozen
 
 
-@pytest.mark.parametrize(
+@each_row(
     "impl",
     [
         todist.adagrad(),
@@ -151,7 +152,7 @@ def test_a_complex_parameter_that_stays_is_itself():
         transform.trace(0.9),
     ],
 )
-@pytest.mark.parametrize("inplace", [False, True])
+@each_row("inplace", [False, True])
 def test_parameters_of_another_shape_than_the_state_are_refused(impl, inplace):
     optimizer = todist.FuncOptimizer(impl, inplace=inplace)
     one, three = torch.ones(1, requires_grad=True), torch.ones(3, requires_grad=True)
@@ -168,7 +169,7 @@ def test_the_place_of_the_leaf_of_another_shape_is_named():
         impl.update([None, torch.ones(2), torch.ones(1)], state)
 
 
-@pytest.mark.parametrize("way", ["states", "state_dict", "recovered", "loaded", "cloned"])
+@each_row("way", ["states", "state_dict", "recovered", "loaded", "cloned"])
 def test_steps_in_place_do_not_overwrite_a_snapshot(way):
     w = torch.ones(2, requires_grad=True)
     optimizer = todist.FuncOptimizer(todist.sgd(0.1, momentum=0.5), inplace=True)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
+from tests.rows import each_row
 from torchopt_dist.schedule import linear_schedule
 from torchopt_dist.transform.scale import scale, scale_by_learning_rate
 
@@ -61,7 +62,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@each_row("name", MAKERS)
 def test_a_schedule_s_rate_is_a_number_in_the_group(name):
     """It is that of the next step, and each step is one that was made with this number."""
     w, by_hand = leaf(), leaf()
@@ -75,8 +76,8 @@ def test_a_schedule_s_rate_is_a_number_in_the_group(name):
     torch.testing.assert_close(w, by_hand, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "a chain"])
-@pytest.mark.parametrize("scheduler", [lambda o: ExponentialLR(o, 0.5), lambda o: CosineAnnealingLR(o, 5)])
+@each_row("name", ["SGD", "Adam", "a chain"])
+@each_row("scheduler", [lambda o: ExponentialLR(o, 0.5), lambda o: CosineAnnealingLR(o, 5)])
 def test_schedulers_of_torch_have_the_last_word(name, scheduler):
     """Over a schedule, too: it waits while they set the rate."""
     moved = []
@@ -115,7 +116,7 @@ def test_groups_of_a_chain_have_rates_of_their_own():
     assert rates(optimizer) == [0.3, learned]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "impl",
     [
         todist.chain(todist.transform.clip_grad_norm(1.0), scale(-0.1)),

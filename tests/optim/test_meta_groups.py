@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.optim.table import CASES, ROWS
+from tests.rows import each_row
 
 D = torch.float64
 X = torch.linspace(-1, 1, 10, dtype=D).reshape(5, 2)
@@ -100,7 +101,7 @@ def test_groups_go_on_in_copies_and_from_a_state_dict(kind):
         torch.testing.assert_close(list(one.parameters()), list(net.parameters()), rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make_optimizer", "options", "kind", "text"),
     [
         (
@@ -142,7 +143,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "setting", "face"), TRAINED)
+@each_row(("name", "setting", "face"), TRAINED)
 def test_a_start_from_a_trained_optimizer_goes_on_as_it_would(name, setting, face):
     row = ROWS[name]
     net, options = make(), row.options[setting]

@@ -16,6 +16,7 @@ from tests.optim.programs import (
     same,
     values,
 )
+from tests.rows import each_row
 from torchopt_dist.nn import extract_state_dict, module_clone, recover_state_dict, stop_gradient
 from torchopt_dist.optim import MetaOptimizer, MetaSGD, sgd
 
@@ -153,7 +154,7 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit():
     assert_a_resumed_run_equals_an_unbroken_one(lambda net: MetaSGD(net, 0.1, momentum=0.9, dampening=0.3))
 
 
-@pytest.mark.parametrize("again", AGAIN)
+@each_row("again", AGAIN)
 def test_copies_go_on_alike_and_apart(again):
     assert_copies_go_on_alike_and_apart(lambda net: MetaSGD(net, 0.1, momentum=0.9), again)
 
@@ -215,8 +216,8 @@ def _output(net, x, kind, checkpoints):
     return net["last"](checkpoint(hidden, x, use_reentrant=False) if checkpoints else hidden(x))
 
 
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("kind", ["module", "parameters", "recurrent"])
+@each_row("called", [False, True])
+@each_row("kind", ["module", "parameters", "recurrent"])
 def test_a_loss_that_backward_computes_again_is_refused_where_the_step_is_recorded(kind, called):
     """Backward through the step would compute it with later parameters, and find a wrong gradient."""
     x = torch.randn(5, 3, dtype=torch.float64)

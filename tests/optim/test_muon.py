@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.transform import orthogonalize
 
 DOUBLE = torch.float64
@@ -36,8 +37,8 @@ def by_hand(p, grads, lr, weight_decay, momentum, nesterov, adjust, steps=5):
     return p
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (3, 5), (2, 2)])
-@pytest.mark.parametrize(("nesterov", "adjust"), [(True, None), (False, "match_rms_adamw")])
+@each_row("shape", [(4, 3), (3, 5), (2, 2)])
+@each_row(("nesterov", "adjust"), [(True, None), (False, "match_rms_adamw")])
 def test_steps_equal_those_on_singular_values_and_about_torchs(shape, nesterov, adjust):
     options = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.8, "nesterov": nesterov, "adjust_lr_fn": adjust}
     start, grads = matrix(*shape), [matrix(*shape, seed=seed) for seed in range(1, 5)]
@@ -64,8 +65,8 @@ def test_converging_coefficients_give_the_orthogonal_factor(shape):
     torch.testing.assert_close(impl.update(x, impl.init(x))[0], factor * left @ right)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16])
-@pytest.mark.parametrize("eps", [1e-7, 1e-22, 1e-40, 0.0])
+@each_row("dtype", [torch.float32, DOUBLE, torch.bfloat16])
+@each_row("eps", [1e-7, 1e-22, 1e-40, 0.0])
 def test_zeros_and_matrices_of_any_size_are_orthogonalized(eps, dtype):
     impl, x = orthogonalize(eps=eps), matrix(3, 4, dtype=dtype)
     for size in (0.0, 1e-30, 1e-12, 1e25):

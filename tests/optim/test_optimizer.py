@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
+from tests.rows import each_row
 from torchopt_dist.optim import SGD, FuncOptimizer, MetaSGD, Optimizer, sgd
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights
 from torchopt_dist.transform.base import chain
@@ -44,8 +45,8 @@ def test_it_is_a_torch_optimizer():
     assert isinstance(SGD([torch.ones(1, requires_grad=True)], 0.1), torch.optim.Optimizer)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)
-@pytest.mark.parametrize("maximize", [False, True])
+@each_row("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
+@each_row("maximize", [False, True])
 def test_step_leaves_the_gradients_alone(options, maximize):
     net = make()
     optimizer = SGD(net.parameters(), 0.1, weight_decay=0.1, maximize=maximize, **options)
@@ -150,8 +151,8 @@ def test_states_go_back_and_forth_with_torch():
     assert same(ours, again)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("generic", [False, True])
+@each_row("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@each_row("generic", [False, True])
 def test_pickle_and_deepcopy(again, generic):
     net = make()
     optimizer = (
@@ -332,7 +333,7 @@ def test_the_transformation_is_made_once_for_the_same_options():
     assert params[1].tolist() == [1 - 2 * 0.25 - 6 * 0.125] * 2
 
 
-@pytest.mark.parametrize("face", ["class", "groups", "generic", "meta", "functional"])
+@each_row("face", ["class", "groups", "generic", "meta", "functional"])
 def test_deepcopy_where_a_rate_has_a_history(face):
     """The copies' rates are leaves that all of a copy shares."""
     rate = torch.tensor(0.25, requires_grad=True) * 2

@@ -11,6 +11,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
+from tests.rows import each_row
 from torchopt_dist.optim import optimizer as optimizer_file
 from torchopt_dist.schedule import linear_schedule
 from torchopt_dist.transform.masked import masked
@@ -54,8 +55,8 @@ def handed_over(first, second):
     return w, two
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.1, tenth), (tenth, 0.1), (tenth, tenth), (0.1, 0.1)])
-@pytest.mark.parametrize("name", COUNTING)
+@each_row(("before", "after"), [(0.1, tenth), (tenth, 0.1), (tenth, tenth), (0.1, 0.1)])
+@each_row("name", COUNTING)
 def test_a_schedule_and_a_number_as_lr_have_the_same_state(name, before, after):
     made = getattr(todist, name)
     w, optimizer = handed_over(
@@ -70,7 +71,7 @@ def test_a_schedule_and_a_number_as_lr_have_the_same_state(name, before, after):
     ]
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "RAdam", "Adagrad"])
+@each_row("name", ["Adam", "AdamW", "Adamax", "RAdam", "Adagrad"])
 def test_the_count_of_the_twin_goes_on_under_a_schedule(name):
     ours, theirs = getattr(todist, name), getattr(torch.optim, name)
     w, _ = handed_over(
@@ -173,7 +174,7 @@ def test_what_only_torch_has_is_refused(theirs, ours, option):
     assert not twin.state_dict()["param_groups"][0].get("shared_state")
 
 
-@pytest.mark.parametrize("name", [*COUNTING, "RMSprop", "Adadelta"])
+@each_row("name", [*COUNTING, "RMSprop", "Adadelta"])
 def test_what_changes_no_number_is_taken(name):
     made = getattr(todist, name)
     harmless = {"foreach": True, "capturable": True, "differentiable": True, "name": "a"}
@@ -231,7 +232,7 @@ def test_a_schedule_waits_while_there_is_a_number(monkeypatch):
     assert optimizer.state[w]["step"].item() == 4
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("theirs", "ours", "lacking"),
     [
         ("SGD", "Adam", "'exp_avg', 'exp_avg_sq'"),
@@ -239,7 +240,7 @@ def test_a_schedule_waits_while_there_is_a_number(monkeypatch):
         ("SGD", "Adagrad", "'sum'"),
     ],
 )
-@pytest.mark.parametrize("home", [torch.optim, todist])
+@each_row("home", [torch.optim, todist])
 def test_the_state_of_another_optimizer_is_refused_at_the_step(home, theirs, ours, lacking):
     w = leaf()
     one = getattr(home, theirs)([w], **({"lr": 0.1, "momentum": 0.9} if theirs == "SGD" else {}))
@@ -317,7 +318,7 @@ IN_TORCH = [name for name, row in ROWS.items() if row.twin is getattr(torch.opti
 TWINS = [(name, options) for name in IN_TORCH for options in ROWS[name].options.values()]
 
 
-@pytest.mark.parametrize(("name", "options"), TWINS)
+@each_row(("name", "options"), TWINS)
 def test_states_go_to_torch_and_back(name, options):
     """Three steps here, three in torch, three here again are nine in torch."""
     options = {key: value for key, value in options.items() if key != "fused"}
@@ -337,7 +338,7 @@ def test_states_go_to_torch_and_back(name, options):
         assert [state["step"].item() for state in saved["state"].values()] == [9]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "options"),
     [
         *((name, {}) for name in IN_TORCH),
@@ -394,7 +395,7 @@ def test_adamw_is_not_taken_for_adam():
         todist.Adam([w]).load_state_dict(saved)
 
 
-@pytest.mark.parametrize("name", IN_TORCH)
+@each_row("name", IN_TORCH)
 def test_what_only_torch_s_constructor_has_is_taken_where_it_changes_no_number(name):
     ours, theirs = getattr(todist, name), getattr(torch.optim, name)
     only = {
@@ -415,8 +416,8 @@ def test_what_only_torch_s_constructor_has_is_taken_where_it_changes_no_number(n
         ours([leaf()], lr=0.1, forech=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ROWS)
+@each_row("dtype", [torch.float64, torch.bfloat16])
+@each_row("name", ROWS)
 def test_the_state_follows_a_module_that_is_converted(name, dtype):
     """As if the state had been saved, and loaded into an optimizer of the converted module."""
     row = ROWS[name]
@@ -447,7 +448,7 @@ def test_a_parameter_stays_real_or_complex():
         go(optimizer, w, [1.0])
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_shared_states_are_overwritten(name):
     """Where a step made new tensors, other processes would look at old ones."""
     row = ROWS[name]
@@ -502,8 +503,8 @@ def some_steps(optimizer, params, slopes):
         optimizer.step()
 
 
-@pytest.mark.parametrize("first", [torch.optim, todist], ids=["from torch", "to torch"])
-@pytest.mark.parametrize(("name", "options"), MIXED, ids=str)
+@each_row("first", [torch.optim, todist])
+@each_row(("name", "options"), MIXED)
 def test_states_of_many_shapes_and_groups_go_both_ways(name, options, first):
     """Each parameter keeps what torch keeps of one of its shape, under torch's names."""
     options = {"lr": 0.1, **{key: value for key, value in options.items() if key != "fused"}}
@@ -537,7 +538,7 @@ def test_states_of_many_shapes_and_groups_go_both_ways(name, options, first):
             torch.testing.assert_close(mine[key], value, **close)
 
 
-@pytest.mark.parametrize("name", [*IN_TORCH, "Adafactor", "Muon"])
+@each_row("name", [*IN_TORCH, "Adafactor", "Muon"])
 def test_a_count_that_was_saved_as_a_number_goes_on(name):
     """Torch did so before 1.12, and its classes still load it."""
     ends = []
@@ -578,7 +579,7 @@ def test_entries_of_the_users_stay_as_they_are(options):
     torch.testing.assert_close(*ends)
 
 
-@pytest.mark.parametrize("name", [*IN_TORCH, "Adafactor", "Muon"])
+@each_row("name", [*IN_TORCH, "Adafactor", "Muon"])
 def test_defaults_are_torchs(name):
     """Whatever both have, so that a program of torch's computes the same here."""
     ours, theirs = (inspect.signature(getattr(home, name)).parameters for home in (todist, torch.optim))
@@ -587,8 +588,8 @@ def test_defaults_are_torchs(name):
     assert {key: ours[key].default for key in same} == {key: theirs[key].default for key in same}
 
 
-@pytest.mark.parametrize("by", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-@pytest.mark.parametrize("name", ROWS)
+@each_row("by", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@each_row("name", ROWS)
 def test_a_group_gains_no_option_by_being_saved_and_loaded(name, by):
     optimizer = ROWS[name].plain([leaf()], lr=0.1)
     before = [set(group) for group in optimizer.param_groups]

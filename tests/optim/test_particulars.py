@@ -10,6 +10,7 @@ import torch
 import torchopt_dist as todist
 from tests.optim import torch_classes
 from tests.optim.programs import DOUBLE, flat, losses, make, unroll
+from tests.rows import each_row
 
 
 def test_double_precision_is_exact_in_the_first_step():
@@ -46,8 +47,8 @@ def test_adamw_mask_and_groups():
         torch.testing.assert_close(flat(each.parameters()), flat(twin_net.parameters()), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("centered", [False, True])
+@each_row("fused", [None, False])
+@each_row("centered", [False, True])
 def test_what_rmsprop_has_beyond_torch(centered, fused):
     w = torch.tensor([1.0, -2.0], dtype=DOUBLE, requires_grad=True)
     options = {
@@ -78,7 +79,7 @@ def test_what_rmsprop_has_beyond_torch(centered, fused):
     torch.testing.assert_close(meta, x, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "adamax", "radam", "adagrad", "sgd"])
+@each_row("name", ["adam", "adamw", "adamax", "radam", "adagrad", "sgd"])
 def test_an_option_of_shape_1_is_a_number_where_steps_differ(name):
     """Its corrections are then one for each parameter, and must not give a 0-d parameter a shape."""
     pairs = {"adagrad": {"lr_decay": 0.1}, "sgd": {"momentum": 0.9, "dampening": 0.5}}

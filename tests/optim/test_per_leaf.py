@@ -9,10 +9,11 @@ from torch.autograd import gradcheck
 import torchopt_dist as todist
 from tests.optim.programs import DOUBLE, loss_of, losses, make, recorded_grad, unroll
 from tests.optim.table import ROWS
+from tests.rows import each_row
 from torchopt_dist.transform import add_decayed_weights
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_each_parameter_has_the_steps_of_its_rate(name):
     row = ROWS[name]
     options = {**list(row.options.values())[-1]}
@@ -125,8 +126,8 @@ def test_rates_that_do_not_fit_are_refused():
         update("much")
 
 
-@pytest.mark.parametrize("kind", [dict, torch.nn.ParameterDict])
-@pytest.mark.parametrize("name", ROWS)
+@each_row("kind", [dict, torch.nn.ParameterDict])
+@each_row("name", ROWS)
 def test_frozen_parameters_need_no_rate_and_a_parameter_dict_has_rates(name, kind):
     """Rates of the trainable parameters alone do what rates of all do, also in their gradients."""
     torch.manual_seed(0)

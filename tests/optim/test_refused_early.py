@@ -6,6 +6,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
+from tests.rows import each_row
 from torchopt_dist import transform
 
 DENSE_ONLY = ["Adagrad", "Adadelta", "Adan", "Adamax", "RAdam", "Adam", "AdamW", "Lion", "LAMB"]
@@ -20,7 +21,7 @@ DENSE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "weight_decay", "face"), DENSE_CASES)
+@each_row(("name", "weight_decay", "face"), DENSE_CASES)
 def test_sparse_gradients_are_refused(name, weight_decay, face):
     table = nn.Embedding(3, 2, sparse=True)
     before = table.weight.clone()
@@ -37,7 +38,7 @@ def test_sparse_gradients_are_refused(name, weight_decay, face):
     assert torch.equal(table.weight, before)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "link",
     [
         transform.clip_grad_norm(1.0),
@@ -66,7 +67,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+@each_row(("name", "argument"), ARGUMENTS)
 def test_complex_hyperparameters_are_refused(name, argument):
     value = ROWS[name].tensors[argument]
     bad = torch.tensor(1j)
@@ -82,7 +83,7 @@ def test_complex_options_of_a_torch_optimizer_are_refused():
         todist.differentiable(torch.optim.SGD, nn.Linear(1, 1), lr=torch.tensor(1j))
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 3.0, 1e6])
+@each_row("value", [0.0, 1.0, 3.0, 1e6])
 def test_a_learned_t0_is_refused_whatever_its_value(value):
     with pytest.raises(ValueError, match=r"ASGD finds no gradient for \['t0'\]"):
         todist.differentiable(torch.optim.ASGD, nn.Linear(1, 1), t0=torch.tensor(value, requires_grad=True))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
+from tests.rows import each_row
 from torchopt_dist.optim import SGD, FuncOptimizer, MetaSGD, apply_updates, sgd
 
 OPTIONS = [
@@ -169,7 +170,7 @@ def test_the_three_faces_share_one_signature():
     assert "    moment_requires_grad: " in MetaSGD.__doc__
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kwargs", "message"),
     [
         ({"lr": -1.0}, "`lr` must be at least 0, got -1.0"),

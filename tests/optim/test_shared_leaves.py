@@ -6,6 +6,7 @@ from torch import nn
 from torch.func import functional_call
 
 import torchopt_dist as todist
+from tests.rows import each_row
 
 X = torch.ones(1, 2)
 
@@ -21,8 +22,8 @@ def loss_of(net, params):
     return functional_call(net, params, (X,)).sum()
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize(
+@each_row("inplace", [False, True])
+@each_row(
     "impl",
     [
         todist.sgd(0.1, momentum=0.9),
@@ -30,7 +31,6 @@ def loss_of(net, params):
         todist.chain(todist.transform.clip_grad_norm(0.5), todist.sgd(0.1)),
         todist.sgd(0.1, weight_decay=0.1, momentum=0.9),
     ],
-    ids=["sgd", "adam", "clipped", "decayed"],
 )
 def test_a_tied_parameter_moves_once_and_stays_tied(impl, inplace):
     net, params = make()

@@ -10,11 +10,12 @@ import torch
 import torchopt_dist as todist
 from tests.optim.programs import make
 from tests.optim.table import ROWS
+from tests.rows import each_row
 from torchopt_dist.ops import library
 from torchopt_dist.optim import _signatures as signatures
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_the_three_faces_share_one_signature_and_one_text(name):
     row = ROWS[name]
     function, plain, meta = (inspect.signature(f).parameters for f in (row.function, row.plain, row.meta))
@@ -27,7 +28,7 @@ def test_the_three_faces_share_one_signature_and_one_text(name):
     assert row.function.__module__.startswith("torchopt_dist.transform.")  # with its link and its formula
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_bad_numbers_are_refused_by_every_face(name):
     row = ROWS[name]
     net = make()
@@ -94,7 +95,7 @@ class NeedsRate(todist.Optimizer, transformation=needs_rate):
     pass
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("made", "args", "kwargs"),
     [
         (NeedsRate, (), {}),

@@ -13,6 +13,7 @@ import torch
 import torchopt_dist as todist
 from tests.optim.programs import flat, losses, make
 from tests.optim.table import CASES, ROWS
+from tests.rows import each_row
 from torchopt_dist.nn import stop_gradient
 
 
@@ -20,8 +21,8 @@ def through_pickle(thing):
     return pickle.loads(pickle.dumps(thing))
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, through_pickle])
-@pytest.mark.parametrize("name", ROWS)
+@each_row("again", [copy.deepcopy, through_pickle])
+@each_row("name", ROWS)
 def test_transformations_and_optimizers_travel(name, again):
     row = ROWS[name]
     options = list(row.options.values())[-1]
@@ -93,7 +94,7 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(name, setting):
     assert torch.equal(flat(net.parameters()), flat(broken.parameters()))
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name in dir(torch.optim)])
+@each_row("name", [name for name in ROWS if name in dir(torch.optim)])
 def test_a_state_of_the_twin_is_taken_over(name):
     row = ROWS[name]
     setting, options = list(row.options.items())[-1]
@@ -115,7 +116,7 @@ def test_a_state_of_the_twin_is_taken_over(name):
     torch.testing.assert_close(flat(other.parameters()), flat(net.parameters()), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "SGD"])
+@each_row("name", [name for name in ROWS if name != "SGD"])
 def test_a_state_of_another_optimizer_and_a_tree_of_another_shape_are_refused(name):
     row = ROWS[name]
     impl = row.function(**next(iter(row.options.values())))
@@ -144,8 +145,8 @@ def test_counts_stay_on_the_cpu_where_fused_is_set():
     assert (step.device.type, step.item()) == ("cpu", 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ROWS)
+@each_row("dtype", [torch.float64, torch.bfloat16])
+@each_row("name", ROWS)
 def test_a_state_follows_parameters_that_are_converted(name, dtype):
     """Of the differentiable faces: as of the one in place, whose state is converted as by loading it."""
     row = ROWS[name]

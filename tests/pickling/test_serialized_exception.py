@@ -23,6 +23,7 @@ from tests.distributed.exceptions import (
     Slotted,
     caught,
 )
+from tests.rows import each_row
 from torchopt_dist.distributed.serialization.pickling import pack, unpack
 from torchopt_dist.pickling.serialized_exception import SerializedException
 
@@ -37,7 +38,7 @@ def there_and_back(error):
     return cloudpickle.loads(cloudpickle.dumps(failure)).to_error("worker7")
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@each_row("error", ERRORS)
 def test_an_exception_arrives_as_itself_and_as_a_remote_error(error):
     got = there_and_back(error)
     assert isinstance(got, todist.RemoteError)
@@ -143,9 +144,7 @@ def test_as_text_an_exception_always_travels(error):
     assert "raise_it" in got.remote_traceback
 
 
-@pytest.mark.parametrize(
-    "error", [Slotted(3), Frozen("stiff"), Shadow(), Silent("quiet")], ids=lambda error: type(error).__name__
-)
+@each_row("error", [Slotted(3), Frozen("stiff"), Shadow(), Silent("quiet")])
 def test_an_awkward_exception_arrives_all_the_same(error):
     got = there_and_back(error)
     assert isinstance(got, todist.RemoteError)
@@ -198,7 +197,7 @@ def test_a_remote_error_sent_on_keeps_its_class():
     assert "raise_it" in outer.remote_traceback
 
 
-@pytest.mark.parametrize(
+@each_row(
     "kind",
     [todist.errors.SerializationError, todist.WorkerLostError, todist.CallTimeoutError, todist.RemoteError],
 )

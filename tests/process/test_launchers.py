@@ -7,6 +7,7 @@ import os
 import pytest
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.process.launchers import LAUNCHERS, NAMES, find_task
 from torchopt_dist.process.slurm import expand_nodes, expand_numbers
 
@@ -63,7 +64,7 @@ def told(env, pid=None):
     return task and (task.rank, task.size, task.local_rank, task.local_size, task.address)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("env", "expected"),
     [
         (STEP, (3, 5, 0, 1, "n1")),
@@ -93,7 +94,7 @@ def test_every_row_is_tried():
     assert rows == {row.name for row in LAUNCHERS}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "env",
     [
         {},
@@ -156,7 +157,7 @@ def test_srun_s_own_pmi_agrees():
     assert find_task({**STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}).row.name == "srun"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("env", "pid"),
     [
         ({**STEP, **OPEN_MPI}, 1),  # several tasks of srun on one node
@@ -200,7 +201,7 @@ def test_several_tasks_that_cannot_be_told_apart_are_an_error(env, words):
 # SLURM's lists.
 
 
-@pytest.mark.parametrize("text", ["", "n[", "n[1-]", "n[1-3", "n]", "a,,b", "n[1-x]", "n[]", " a", "a,"])
+@each_row("text", ["", "n[", "n[1-]", "n[1-3", "n]", "a,,b", "n[1-x]", "n[]", " a", "a,"])
 def test_a_list_of_another_form_is_told(text):
     with pytest.raises(ValueError, match="must be of the form"):
         expand_nodes(text)
@@ -259,7 +260,7 @@ def test_world_variables():
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("more", "error", "rule"),
     [
         ({"rank": 2}, ValueError, r"`rank` must be in \[0, 2\), got 2"),

@@ -7,6 +7,7 @@ import math
 import pytest
 
 import torchopt_dist as todist
+from tests.rows import each_row
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_the_environment_that_says_anything_else_is_an_error(monkeypatch, text):
         todist.auto_init_rpc()(lambda: None)()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"interval": 0}, "interval must be a positive number"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import PROGRAMS, ROOT, free_port, torchrun
+from tests.rows import each_row
 from tests.seeds.findings import compare
 from tests.seeds.one_process import DOCUMENTED, EVERY_WAY
 
@@ -32,8 +33,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("program", [*DOCUMENTED, *EVERY_WAY])
+@each_row("dtype", ["float32", "float64"])
+@each_row("program", [*DOCUMENTED, *EVERY_WAY])
 def test_gradients_are_those_of_one_process(found: tuple[int, Path], program: str, dtype: str) -> None:
     workers, out = found
     for rank in range(workers if program in ON_EVERY_RANK else 1):

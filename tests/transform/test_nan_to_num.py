@@ -7,6 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, vmap
 
+from tests.rows import each_row
 from torchopt_dist.transform.base import EmptyState
 from torchopt_dist.transform.nan_to_num import nan_to_num
 
@@ -18,8 +19,8 @@ def apply(impl, *grads):
     return tuple(impl.update(list(grads), impl.init(list(grads)))[0])
 
 
-@pytest.mark.parametrize("kwargs", CHOICES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@each_row("kwargs", CHOICES)
+@each_row("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_values_are_torchs(dtype, kwargs):
     wild = torch.tensor(WILD).to(dtype)
     if dtype.is_complex:

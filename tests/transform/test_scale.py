@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+from tests.rows import each_row
 from torchopt_dist.transform.base import chain
 from torchopt_dist.transform.scale import scale, scale_by_learning_rate, scale_by_schedule
 from torchopt_dist.transform.trace import trace
@@ -83,7 +84,7 @@ def test_only_a_multiplication_by_a_number_has_a_constant_factor():
         assert impl.constant_factor is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lr", "error", "message"),
     [
         (-0.1, ValueError, "`lr` must be at least 0, got -0.1"),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import torchopt_dist as todist
 from tests.distributed.programs import count, data, kept_on, mlp, runs, survive
+from tests.rows import each_row
 from tests.waits import say, wait_until, watch
 from torchopt_dist.core import random_turns
 from torchopt_dist.distributed.calls.again import Again, gradients_again
@@ -355,7 +356,7 @@ def test_a_share_at_a_worker_that_has_other_work_does_not_mix_its_random_numbers
     survive(world(3), body)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lost", "avoided", "tried", "chosen"),
     [
         ((), (), (), 1),  # its own worker

@@ -9,12 +9,13 @@ import torch
 
 import torchopt_dist as todist
 from tests.distributed.programs import edges
+from tests.rows import each_row
 from torchopt_dist.distributed.calls.tree import fan_out_for, tree
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, group_by_worker
 
 
-@pytest.mark.parametrize("fan_out", [1, 2, 3, 8])
-@pytest.mark.parametrize("machines", [1, 3, 16])
+@each_row("fan_out", [1, 2, 3, 8])
+@each_row("machines", [1, 3, 16])
 def test_each_worker_has_one_parent_and_few_children_and_a_machine_is_entered_once(fan_out, machines):
     for size in (2, 3, 9, 33):
         hosts = [f"host{rank % machines}" for rank in range(size)]
@@ -40,7 +41,7 @@ def test_a_tree_is_done_after_as_many_rounds_as_its_workers_allow():
     assert rounds(tree(0, range(1, 1024), ["host"] * 1024, 1024)) == 10
 
 
-@pytest.mark.parametrize("fan_out", [0, -1, True, 2.0, "all"])
+@each_row("fan_out", [0, -1, True, 2.0, "all"])
 def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
     with pytest.raises(ValueError, match="fan_out must be a whole number of workers, 1 or more"):
         todist.parallelize(fan_out=fan_out)
@@ -48,7 +49,7 @@ def test_a_fan_out_that_is_no_number_of_workers_is_an_error(fan_out):
         todist.parallelize(fan_out=2, hedge_after=1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "lost", "chosen"),
     [
         ({}, (), 3),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import torchopt_dist as todist
 from tests.distributed.programs import gradients
+from tests.rows import each_row
 from torchopt_dist.distributed.serialization.pickling import pack, unpack
 
 
@@ -43,7 +43,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
+@each_row("name", MODULES)
 def test_a_parametrized_module_is_rebuilt(name):
     module, x = MODULES[name]().double(), torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
     got = unpack(pack(module, main_by_name=True))

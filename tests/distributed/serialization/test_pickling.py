@@ -18,6 +18,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import Net, mlp
+from tests.rows import each_row
 from torchopt_dist.distributed.messages.message import Late
 from torchopt_dist.distributed.messages.requests import Reply
 from torchopt_dist.distributed.serialization.pickling import pack, reply_of, unpack
@@ -85,7 +86,7 @@ def test_a_module_beside_a_part_of_itself_stays_its_part():
         assert whole[0] is part
 
 
-@pytest.mark.parametrize(
+@each_row(
     "tensor",
     [
         torch.zeros(0, 3),
@@ -123,7 +124,7 @@ def test_small_tensors_share_a_buffer_and_nothing_else():
     assert torch.equal(gradient, 2 * leaves[1].detach())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "uint32", "bool", "complex64"])
+@each_row("dtype", ["float32", "float64", "int8", "uint32", "bool", "complex64"])
 def test_large_arrays_travel_beside_the_pickle(dtype):
     array = (np.arange(200_000) % 7).astype(dtype).reshape(500, 400)
     (got, again, module), wire = travel([array, array, Net().requires_grad_(False)])
@@ -135,7 +136,7 @@ def test_large_arrays_travel_beside_the_pickle(dtype):
     assert isinstance(module, Net)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "array",
     [
         np.arange(200_000.0).reshape(500, 400).T,

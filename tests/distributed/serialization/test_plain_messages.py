@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions, Payload
@@ -108,9 +109,7 @@ def test_a_plain_message_says_what_a_pickle_says(monkeypatch, name):
     ]
 
 
-@pytest.mark.parametrize(
-    "content", [PLAIN["tensors"], PLAIN["tensors"].payload, PLAIN["backward"], PLAIN["reply"]]
-)
+@each_row("content", [PLAIN["tensors"], PLAIN["tensors"].payload, PLAIN["backward"], PLAIN["reply"]])
 def test_these_messages_show_each_field(content):
     """A field that is new, and has its default here, could be left out and nobody would see."""
     for each in dataclasses.fields(content):
@@ -118,7 +117,7 @@ def test_these_messages_show_each_field(content):
         assert each.name == "exception" or getattr(content, each.name) != default, each.name
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each_row("name", OTHERS)
 def test_what_is_not_plain_is_left_to_the_pickler(name):
     message = pack(OTHERS[name], main_by_name=True)
     assert not message.skeleton.startswith(MARK)

@@ -16,6 +16,7 @@ from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.distributed.serialization.pickling import place_of
 
 
@@ -95,7 +96,7 @@ def closure():
     return lambda: lock
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "place"),
     [
         (threading.Lock(), "result: "),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.rows import each_row
 from torchopt_dist.distributed.serialization.pickling import pack
 from torchopt_dist.distributed.serialization.wire import from_wire, to_wire
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool])
+@each_row("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool])
 def test_of_a_part_of_a_storage_no_more_than_that_is_sent_and_it_is_not_copied(dtype):
     whole = torch.ones(3, 1 << 17, dtype=dtype)
     row = whole[1].requires_grad_(dtype != torch.bool)

@@ -155,7 +155,7 @@ def test_on_several_workers(world: Any, vectorize: bool) -> None:
     world(3).on_zero(body)
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("vectorize", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_call_without_gradients_uses_the_same_program(graphs: list[Any], vectorize: bool) -> None:
     def body() -> None:
         net = Net()
@@ -402,7 +402,7 @@ def test_an_error_of_the_task_is_its_own() -> None:
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.filterwarnings("ignore:There is a performance drop because")  # while it is traced
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("vectorize", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_weight_norm_in_a_task_is_differentiated_by_its_formula(vectorize: bool) -> None:
     """Torch takes the norms for constants, and the compiler shows the function to no mode."""
 

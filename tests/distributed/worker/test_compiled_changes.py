@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.distributed.worker.test_compiled import graphs
+from tests.rows import each_row
 from torchopt_dist.core import programs
 from torchopt_dist.core.meaning import Family, Meaning
 from torchopt_dist.distributed.worker import compiled
@@ -341,7 +342,7 @@ def test_what_a_module_is_made_of_is_never_stale(graphs: list[Any], kind: str, w
     in_a_world(body)
 
 
-@pytest.mark.parametrize("kind", [*FUNCTIONS, *MODULES])
+@each_row("kind", [*FUNCTIONS, *MODULES])
 def test_the_key_alone_tells_versions_apart(kind: str) -> None:
     """Also where the compiler would look itself, eight times."""
     family = Family()
