@@ -145,6 +145,30 @@ MUTATIONS = {
         "rests = [0 for flat in flats]",
         "diff/test_data_parallel.py",
     ),
+    "the mean of gradients of ranks": M(
+        "diff/adjoints/_ranks.py",
+        "                flat /= self.size\n",
+        "                pass\n",
+        "diff/test_data_parallel.py",
+    ),
+    "how many steps run again": M(
+        "diff/estimate.py",
+        "return r * units - math.comb",
+        "return r * units + math.comb",
+        "diff/test_estimate.py",
+    ),
+    "a formula at a special point": M(
+        "formulas/special_points.py",
+        "bar * torch.sigmoid(difference), bar * torch.sigmoid(-difference)",
+        "bar * torch.sigmoid(difference), bar * torch.sigmoid(difference)",
+        "formulas/test_special_points.py",
+    ),
+    "an option below one": M(
+        "launching/options.py",
+        'raise ValueError(f"`{name}` must be at least 1, got {number}")',
+        "pass",
+        "launch/test_bad_input.py",
+    ),
     "a ridge that is learned": M(
         "linear_solve/_operator.py",
         "[a + ridge.to(v) * v for",
