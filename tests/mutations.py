@@ -31,7 +31,7 @@ class Mutation(NamedTuple):
 M = Mutation
 MUTATIONS = {
     "Nesterov's look-ahead": M(
-        "ops/_momentum.py",
+        "ops/_sgd.py",
         "sums, momentum) if nesterov",
         "sums, 1) if nesterov",
         "ops/test_sgd.py optim/test_sgd.py",
@@ -82,13 +82,13 @@ MUTATIONS = {
         "ops/test_layouts.py ops/test_kernels.py",
     ),
     "tensors of several dtypes for a kernel": M(
-        "ops/_dispatch.py",
+        "ops/library.py",
         "!= dtypes * (len(rest) // max(len(dtypes), 1))",
         "== []",
         "ops/test_refusals.py ops/test_rmsprop_inputs.py ops/test_sgd.py",
     ),
     "RAdam's learned decay": M(
-        "transform/scale_by_radam.py",
+        "transform/radam.py",
         "torch.where(length > TRUSTED, 0.0, 1 / bias_correction1)",
         "torch.where(length > TRUSTED, 0.0, 1.0)",
         "optim/test_derivatives.py optim/test_differentiable_gradients.py",

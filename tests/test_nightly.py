@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests import nightly
+from tests.mutations import MUTATIONS
 from tests.processes import python
 from tests.rows import each_row
 
@@ -70,6 +71,7 @@ def test_of_two_columns_each_value_occurs_and_they_alternate() -> None:
 
 CONFTEST = """
 from tests import nightly
+from tests.mutations import MUTATIONS
 pytest_configure = nightly.give_named_ones_whole
 def pytest_collection_modifyitems(items): nightly.leave_rows(items)
 """
@@ -111,3 +113,9 @@ def test_targets_take_the_marker_as_they_say() -> None:
     assert targets["nightly"] == "$(PYTEST) -m nightly $(ARGS)"
     assert "and not nightly" in targets["quick"]
     assert "nightly" not in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+def test_each_mistake_made_on_purpose_still_has_its_place() -> None:
+    for name, mistake in MUTATIONS.items():
+        assert (ROOT / "torchopt_dist" / mistake.file).read_text("utf-8").count(mistake.old) == 1, name
+        assert all((ROOT / "tests" / test).exists() for test in mistake.tests.split()), name
