@@ -144,3 +144,21 @@ def test_a_whole_number_is_an_input_unless_the_name_is_hidden(monkeypatch: pytes
     torch.compiler.reset()
     assert rows() == [2.0, 3.0]
     assert len(graphs) > 2
+
+
+def test_whether_the_compiler_sees_other_defaults_and_a_forward_of_an_instance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def helper(x: Tensor, scale: float = 2.0) -> Tensor:
+        return scale * x
+
+    parts = torch.nn.Sequential(torch.nn.Identity())
+    compiled = torch.compile(lambda x: helper(parts(x)), backend="eager", fullgraph=True)
+    assert compiled(torch.ones(())) == 2
+    monkeypatch.setattr(helper, "__defaults__", (3.0,))
+    seen = compiled(torch.ones(())) == 3
+    monkeypatch.setitem(vars(parts[0]), "forward", lambda x: 7 * x)
+    torch.compiler.reset()
+    seen = seen and torch.compile(parts, backend="eager", fullgraph=True)(torch.ones(())) == 7
+    assert seen or private.compiler_overlooks()
+    assert not (seen and private.compiler_overlooks())
