@@ -1,7 +1,7 @@
 """``python benchmarks [NAME…]`` → the programs run one after the other, and the tables of the pages are written anew.
 
 That is ``make bench``. A program that fails, or takes longer than it may, leaves its place as it was, and is named at
-the end. On two quiet cores all take seventeen minutes. ``network`` needs root.
+the end. On two quiet cores all take twelve minutes. ``network`` needs root.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ PROGRAMS = (
     Program("kernels"),
     Program("launch", ("--rounds", "3")),
     Program("replaying", ("--rounds", "1")),
-    Program("attribution"),
-    Program("compiled_as_written"),
     Program("attention", ("--rounds", "1")),
     Program("implicit"),
     Program("evolution_strategies"),

@@ -5,8 +5,7 @@ others. Each case is a process of its own, on one thread, in turn, and the media
 has no weights and no way back. Memory is the process's peak above what it had before, with all that the C library
 keeps. The gradients of all ways are compared.
 
-    python benchmarks attribution               # runs it, and fills its place in docs/benchmarks.md
-    python benchmarks/attribution.py            # prints the table
+    python benchmarks/attribution.py            # by hand, on a quiet machine; prints the table
 """
 
 from __future__ import annotations

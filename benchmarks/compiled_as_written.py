@@ -5,8 +5,7 @@ needs no index; the others pick the weight by ``index_select``, by an index that
 function of the step's number, and by random indices. Each is a process of its own, on one thread; the first call, with
 an empty cache, compiles. Then compiled and plain calls take turns, and the median counts. The gradients are compared.
 
-    python benchmarks compiled_as_written          # runs it, and fills its place in docs/benchmarks.md
-    python benchmarks/compiled_as_written.py       # prints the table
+    python benchmarks/compiled_as_written.py            # by hand, on a quiet machine; prints the table
 """
 
 from __future__ import annotations
