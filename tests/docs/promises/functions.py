@@ -314,7 +314,6 @@ def saved_and_restored() -> None:
 
 @tools("scalar_writer", "typing.WriteScalars")
 def numbers_by_name() -> None:
-    pytest.importorskip("tensorboard")
     with tempfile.TemporaryDirectory() as folder:
         with todist.scalar_writer(folder) as write:
             write(1, {"loss": 0.5})
@@ -389,7 +388,6 @@ def arithmetic() -> None:
 
 @tools("make_dot", "resize_graph", "NamedTensors")
 def pictures() -> None:
-    pytest.importorskip("graphviz")
     weight = P.clone().requires_grad_()
     dot = todist.visual.make_dot((weight * G).sum(), {"weight": weight})
     assert "MulBackward" in dot.source
