@@ -156,7 +156,7 @@ class Training:
             return (total, count) if keep is None else ((total, count), keep(model, number))
 
         keep = options.pop("keep", None)
-        batches = [(self._own(index), number) for number, index in enumerate(self.batches)]
+        batches = [(index, number) for number, index in enumerate(self._own_batches())]
         return inner_loop(
             loss,
             self.optimizer,
@@ -175,16 +175,16 @@ class Training:
         """By how many numbers the loss of all examples is divided."""
         return self.examples if self.mask is None else int(self.mask.sum())
 
-    def _own(self, index: Tensor) -> Tensor:
-        """This rank's part of a batch."""
+    def _own_batches(self) -> Sequence[Tensor]:
+        """The batches, or this rank's part of each."""
         if self.parallel is None:
-            return index
-        ranks = self.parallel.ranks
-        if len(index) < ranks.size:
+            return self.batches
+        ranks, smallest = self.parallel.ranks, min(map(len, self.batches))
+        if smallest < ranks.size:
             raise ValueError(
-                f"`batches` must have an example for each of the {ranks.size} ranks, got one of {len(index)}"
+                f"`batches` must have an example for each of the {ranks.size} ranks, got one of {smallest}"
             )
-        return index[ranks.rank :: ranks.size]
+        return [index[ranks.rank :: ranks.size] for index in self.batches]
 
     def _sum(self, model: Any, index: Tensor, weights: Tensor) -> tuple[Tensor, Any]:
         """The weighted losses of some examples, and how many there are."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Unconnected", "note_unconnected", "unconnected"]
+__all__ = ["Unconnected", "is_noted", "note_unconnected", "unconnected"]
 
 
 class Unconnected(NamedTuple):
@@ -35,6 +35,11 @@ def unconnected() -> Iterator[list[Unconnected]]:
         yield found
     finally:
         _noted.reset(before)
+
+
+def is_noted() -> bool:
+    """Whether there is a context around this that is to be told."""
+    return _noted.get() is not None
 
 
 def note_unconnected(what: Unconnected) -> None:

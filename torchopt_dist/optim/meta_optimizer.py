@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist.core.evaluation import NormalTensors, is_evaluating, need_gradients, with_gradients
 from torchopt_dist.core.types import OptionalTensor, OptState
-from torchopt_dist.core.unconnected import Unconnected, note_unconnected
+from torchopt_dist.core.unconnected import Unconnected, is_noted, note_unconnected
 from torchopt_dist.core.vmap import for_each_sample, has_history, leaf, values_of
 from torchopt_dist.diff.adjoints import Adjoint, Recorded
 from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
@@ -243,7 +243,7 @@ class MetaOptimizer:
                     state = pytree.map_tensors(torch.detach, state)
                 self._states[index] = state
                 _tensor_dicts.replace(parts[index], dict(zip(map(id, params.values()), moved, strict=True)))
-                if recorded:
+                if recorded and is_noted():
                     note_unconnected(Unconnected([values_of(new).values for new in moved], moved=True))
 
     def run(
