@@ -111,6 +111,18 @@ def together() -> dict[str, Any]:
     return {**on_ranks(todist.DataParallel()), "parted": parted.scores}
 
 
+def sizes() -> set[int]:
+    """Of how many examples a rank has taken the loss at a time."""
+    data, found = Data(), set()
+
+    def loss(model: Any, index: Tensor) -> Tensor:
+        found.add(len(index))
+        return data.of_examples(model, index)
+
+    todist.attribute(training(data, parallel=todist.DataParallel(), loss=loss), data.queries)
+    return found
+
+
 def too_small() -> str:
     """What a rank is told of a batch that has not an example for each."""
     of = training(Data(), parallel=todist.DataParallel(), batches=[torch.tensor([0])])

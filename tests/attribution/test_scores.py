@@ -198,6 +198,8 @@ def test_ranks_that_train_together_find_what_one_process_finds() -> None:
         assert found.rank(rank).keys() == alone.keys()
         for name, value in alone.items():
             torch.testing.assert_close(found.rank(rank)[name], value, rtol=1e-9, atol=1e-11)
+    parts = todist.launch(problems.sizes, nproc_per_host=2, backend="gloo")
+    assert [parts.rank(0), parts.rank(1)] == [{3}, {2}]  # of five
     text = todist.launch(problems.too_small, nproc_per_host=2, backend="gloo").rank(1)
     assert "an example for each of the 2 ranks, got one of 1" in text
 
