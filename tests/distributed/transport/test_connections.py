@@ -171,3 +171,18 @@ def test_messages_of_a_lost_process_are_not_taken_for_its_successor_s(tmp_path):
             end.close()
             end.remove_folder()
             context.term()
+
+
+def test_a_rank_that_may_end_at_any_moment_has_removed_the_folder_of_its_socket(world, monkeypatch, tmp_path):
+    """As one that another one's end ends while it sleeps in C code: it has no time for `stop`."""
+
+    def main():
+        folders = [*tmp_path.glob("todist-*")]
+        todist.barrier()
+        if todist.get_rank() == 1:
+            current_group().transport.worker_lost(1, todist.WorkerLostError("the group ends"))
+        todist.barrier()
+        return len(folders), len([*tmp_path.glob("todist-*")])
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert world(2).run(main, transport="zmq") == [(2, 1), (2, 1)]
