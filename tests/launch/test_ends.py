@@ -146,6 +146,24 @@ def test_the_cause_is_raised_and_not_what_follows_from_it():
         Launcher(nproc_per_host=2, rpc=True, handlers=[]).run(by_rpc)
 
 
+def exit_or_raise(folder):
+    if os.environ["RANK"] == "0":
+        say(folder / "first", str(os.getpid()))
+        os._exit(1)
+    assert watch(folder / "first")
+    first = int((folder / "first").read_text())
+    while psutil.pid_exists(first):
+        time.sleep(0.01)
+    raise MyError(code=3)
+
+
+def test_a_rank_that_was_ended_waits_for_what_has_ended_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("torchopt_dist.launching._attempt.ECHO_SECONDS", 30.0)
+    monkeypatch.setattr("torchopt_dist.launching._attempt.EXIT_SECONDS", 0.0)
+    with pytest.raises(MyError, match="code 3"):
+        todist.launch(exit_or_raise, (tmp_path,), nproc_per_host=2, handlers=[])
+
+
 def test_an_error_of_a_broken_connection_that_nobody_has_caused_is_raised_too():
     def main():
         if os.environ["RANK"] == "1":

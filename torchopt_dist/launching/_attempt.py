@@ -277,7 +277,7 @@ class Attempt:
                 if self._may_be_replaced(worker):
                     self._replace(agent, worker, error)
                 else:
-                    self._lose(error, EXIT_SECONDS if message.status >= 0 else 0.0, worker)
+                    self._lose(error, _wait_after(message.status), worker)
 
     def _note_report(self, worker: WorkerHandle, report: Any) -> None:
         if isinstance(report, messages.Running):
@@ -327,3 +327,12 @@ class Attempt:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+def _wait_after(status: int) -> float:
+    """In how many seconds the cause of such an end may become known.
+
+    A rank of an RPC group whose program cannot be interrupted ends itself by 1, since another one has failed; and that
+    one lets it end before it says how.
+    """
+    return ECHO_SECONDS if status == 1 else EXIT_SECONDS if status >= 0 else 0.0
