@@ -1,5 +1,6 @@
 """``python -m tests.gpu [PART…]`` → each part run within its limit, a line as it ends, and a table at the end.
 
+Where there are cores for it, all tests run side by side, and the figures after them.
 ``run.sh`` calls it when the package is built. What each part has found is in ``RESULTS``, JSON beside text, from the
 moment on when it is known; so a run that is cut off has told all that it had. Returns the number of failures.
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ IGNORED = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 """What torch 2.11 itself uses under Python 3.12."""
 PATIENCE = 8
 """How many times its limit a part may take on a CPU, which may be busy."""
+ROOM = 8
+"""From so many cores on, and with a GPU, the tests of all parts run side by side."""
 SLACK = 5.0
 """Seconds that a part has to end itself after its limit."""
 
@@ -158,13 +162,21 @@ def main() -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     why = todist.ops.why_not("adam", "cuda")
     print(f"{machine()}\nCUDA kernels: {'there' if why is None else why}", flush=True)
-    made = []
-    for part in PARTS:
-        if not chosen or part.name in chosen:
-            made.append(run(part, quick=args.quick))
-            (RESULTS / "table.md").write_text(table(made) + "\n", "utf-8")
-    print(f"\n{table(made)}", flush=True)
-    return sum(row["failures"] for row in made)
+    parts = [part for part in PARTS if not chosen or part.name in chosen]
+    made: dict[str, dict[str, Any]] = {}
+    side_by_side = GPU and len(os.sched_getaffinity(0)) >= ROOM
+    for group in ([part for part in parts if part.tests], [part for part in parts if not part.tests]):
+        with ThreadPoolExecutor(max(1, len(group)) if side_by_side else 1) as pool:
+            for done in as_completed([pool.submit(run, part, quick=args.quick) for part in group]):
+                made[done.result()["part"]] = done.result()
+                (RESULTS / "table.md").write_text(table(in_order(made)) + "\n", "utf-8")
+    print(f"\n{table(in_order(made))}", flush=True)
+    return sum(row["failures"] for row in made.values())
+
+
+def in_order(made: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of parts, in the parts' order."""
+    return [made[part.name] for part in PARTS if part.name in made]
 
 
 if __name__ == "__main__":

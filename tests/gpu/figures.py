@@ -1,8 +1,9 @@
 """``python -m tests.gpu.figures [--dry]`` → figures of the GPU, each a line of JSON as soon as it is known.
 
 The kernels' share of the bandwidth of a copy; MAML in a loop, vectorized, compiled and as CUDA graphs, beside JAX where
-it is installed; and the gradient of examples' weights through the training of a GPT. ``--dry`` runs all in a small
-size, on whatever device there is.
+it is installed; the gradient of examples' weights through the training of a GPT, and what scores for some queries cost
+beside that training; and second derivatives of attention. ``--dry`` runs all in a small size, on whatever device there
+is.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchopt_dist as todist
 from tests.gpu.record import told
+from torchopt_dist.attribution import Training
+from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.ops._adam import adam
 from torchopt_dist.ops._rmsprop import rmsprop
 
@@ -261,6 +265,91 @@ def metagradient(
         kept = found if kept is None else kept
 
 
+def peak_of(function: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of a second call, and the GB above what there was before."""
+    function()
+    if GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if GPU else 0
+    wait()
+    started = time.perf_counter()
+    function()
+    wait()
+    took = time.perf_counter() - started
+    return took, (torch.cuda.max_memory_allocated() - before) / 1e9 if GPU else 0.0
+
+
+def attribution(
+    name: str, size: dict[str, int], batch: int, steps: int, together: dict[int, int], *, half: bool
+) -> None:
+    """What scores of all examples cost beside the training; ``together``: of how many queries, and how many at once."""
+    torch.manual_seed(0)
+    model = GPT(**size).to(DEVICE)
+    most = max(together)
+    data = torch.randint(size["tokens"], (2 * batch + most, size["length"] + 1), device=DEVICE)
+    batches = [(torch.arange(batch, device=DEVICE) + step * batch) % (2 * batch) for step in range(steps)]
+
+    def loss(model: nn.Module, index: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=half):
+            losses: Tensor = model(data[index])
+        return losses.float()
+
+    training = Training(loss, todist.adamw(lr=1e-4, eps_root=1e-8), model, batches)
+
+    def train() -> None:
+        with torch.no_grad():
+            training.run(training.weights(), todist.FirstOrder())
+
+    def ask(queries: int) -> None:
+        places = torch.arange(queries, device=DEVICE) + 2 * batch
+        todist.attribute(training, lambda model: loss(model, places), together=together[queries])
+
+    table = f"Scores of {2 * batch} sequences of {size['length']} tokens, through {steps} steps of AdamW"
+    row = {"model": name, "precision": "bfloat16" if half else "float32"}
+    alone, memory = peak_of(train)
+    told(
+        table,
+        **row,
+        way="the training alone",
+        seconds=f"{alone:.2f}",
+        **{"of the training": "1.0", "GB": f"{memory:.1f}"},
+    )
+    for count, at_once in together.items():
+        way = "1 query" if count == 1 else f"{count} queries, {at_once} in one way back"
+        try:
+            took, memory = peak_of(partial(ask, count))
+        except torch.OutOfMemoryError:
+            told(table, **row, way=way, seconds="out of memory", **{"of the training": "", "GB": ""})
+            continue
+        cells = {"of the training": f"{took / alone:.1f}", "GB": f"{memory:.1f}"}
+        told(table, **row, way=way, seconds=f"{took:.2f}", **cells)
+
+
+def attention(lengths: list[int]) -> None:
+    """A second derivative of causal attention of 8 heads of 64, in tiles and by the formula."""
+    table = "Second derivatives of causal attention, 8 heads of 64, float32"
+    for length in lengths:
+        inputs = [torch.randn(1, 8, length, 64, device=DEVICE, requires_grad=True) for _ in range(3)]
+
+        def second(inputs: list[Tensor] = inputs) -> None:
+            value = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            grads = torch.autograd.grad(value.square().sum(), inputs, create_graph=True)
+            torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+
+        for way, surroundings in (
+            ("torch's formula", lambda: sdpa_kernel(SDPBackend.MATH)),
+            ("ours, in tiles", attention_by_formula),
+        ):
+            try:
+                with surroundings():
+                    took, memory = peak_of(second)
+            except torch.OutOfMemoryError:
+                told(table, tokens=f"{length:,}", way=way, milliseconds="out of memory", GB="")
+                continue
+            told(table, tokens=f"{length:,}", way=way, milliseconds=f"{1e3 * took:.1f}", GB=f"{memory:.2f}")
+
+
 def main() -> None:
     """All figures, from the most to the least important."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.figures", description=__doc__)
@@ -278,11 +367,16 @@ def main() -> None:
     }
     if args.dry:
         metagradient("GPT, dry", DRY, 4, 3, ways, half=False)
+        attribution("GPT, dry", DRY, 4, 3, {1: 1, 4: 2}, half=False)
+        attention([64])
         maml("tiny", {"loop": None, "vectorized": False})
         return None
     small, large = SIZES.items()
     metagradient(*small, 64, 16, ways, half=False)
     metagradient(*large, 64, 16, {name: ways[name] for name in list(ways)[1:]}, half=True)
+    attribution(*small, 64, 16, {1: 1, 24: 24}, half=False)
+    attribution(*large, 64, 16, {1: 1, 8: 8}, half=True)
+    attention([2048, 8192])
     for case in ("tiny", "digits"):
         maml(case, MODES)
     return None

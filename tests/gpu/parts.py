@@ -72,5 +72,13 @@ PARTS = (
         quick="(loop and replayed) or (task and True-reduce) or forbids[adam] or forbidden_is_found",
         processes=6,
     ),
-    Part("figures", "figures", 180),
+    Part(
+        "again",
+        "parts computed again, attention, equilibrium layers, scores of examples",
+        90,
+        ("tests/gpu/test_computed_again.py",),
+        quick="in_tiles or remat or micro or scores",
+        processes=4,
+    ),
+    Part("figures", "figures", 240),
 )

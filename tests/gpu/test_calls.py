@@ -116,6 +116,21 @@ def resident() -> None:
     assert_near(found, expected(), 1e-4)
 
 
+def large() -> None:
+    """Tensors of a MiB, which ZeroMQ's receivers read out of the sender's memory."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512)), torch.randn(4, 512, 512)
+
+    def task(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) - x).square().mean()
+
+    expected = gradients(torch.stack([task(model, one) for one in x]).mean(), model)
+    for place, given in (("auto", (model, x)), (None, on_device((model, x)))):
+        spread = todist.parallelize(todist.tasks, todist.mean_reducer, device=place)(task)
+        for _ in range(2):  # the second call's messages take the places of the first one's
+            assert_near(gradients(spread(*given), given[0]), expected, 1e-4)
+
+
 def noise(index: Tensor) -> Tensor:
     return F.dropout(torch.ones(20, device=DEVICE), 0.5) * index.to(DEVICE) + torch.randn(20, device=DEVICE)
 
@@ -130,7 +145,7 @@ def random_numbers() -> list[float]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("program", [automatic, of_both_kinds, resident], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("program", [automatic, of_both_kinds, resident, large], ids=lambda f: f.__name__)
 def test_tasks_of_two_workers(program: Callable[[], None], transport: str) -> None:
     World(2).on_zero(program, transport=transport)
 
