@@ -208,6 +208,24 @@ def test_a_graph_from_elsewhere_is_looked_through():
         refuse_left_out([value])
 
 
+@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed(), todist.Truncated(2)], ids=repr)
+def test_a_loss_with_such_a_gradient_in_it_is_refused(adjoint):
+    """Where torch leaves a part of the gradient of an inner step out, and says nothing."""
+    x, w = leaves()
+
+    def loss(held):
+        z = 1 * held.x
+        (gradient,) = torch.autograd.grad((w * Cube.apply(z) ** 2).sum(), z, create_graph=True)
+        return (gradient * held.x).sum()
+
+    def metagradient():
+        made = todist.inner_loop(loss, todist.sgd(lr=0.1), Held(x), 2, meta=w, adjoint=adjoint)
+        return torch.autograd.grad(made.params.x.sum(), w)
+
+    with pytest.raises(RuntimeError, match="once_differentiable: a part of the gradient would be missing"):
+        metagradient()
+
+
 def _pairs(n: int) -> Tensor:
     return torch.triu_indices(n, n, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.diff.test_accumulate import ROWS, Numbered, example, outer, weighted
+from torchopt_dist.core.rows import in_rows, of_rows, rows_of
 
 DOUBLE: Any = {"dtype": torch.float64}
 
@@ -91,3 +93,33 @@ def test_solvers_roots_and_estimates() -> None:
         return (b**2).sum()
 
     compare(torch.stack([estimate(b)]), [b])
+
+
+def test_a_thread_of_the_engine_tells_the_gradients_apart() -> None:
+    """As for tensors on a GPU: there a backward runs in a thread that the engine has started."""
+    counts = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, bar: Tensor) -> Tensor:
+            return ThreadPoolExecutor(1).submit(doubled, ctx, bar).result()
+
+    @in_rows
+    def doubled(ctx: Any, bar: Tensor) -> Tensor:
+        rows, many = rows_of(bar)
+        counts.append(len(rows) if many else 0)
+        return of_rows(2 * rows, many)
+
+    x = torch.ones(3, **DOUBLE, requires_grad=True)
+    rows = torch.arange(12, **DOUBLE).reshape(4, 3)
+    (found,) = torch.autograd.grad(Doubled.apply(x), x, rows, is_grads_batched=True)
+    torch.testing.assert_close(found, 2 * rows)
+    assert counts == [4]

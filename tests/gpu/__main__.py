@@ -32,8 +32,11 @@ RESULTS = Path(os.environ.get("RESULTS", ROOT / "build" / "gpu"))
 GPU = torch.cuda.is_available()
 PLUGINS = {"xdist": "xdist.plugin", "pytest_timeout": "pytest_timeout"}
 """Those of pytest that are used, by the module that has them; what else is installed there stays out."""
-IGNORED = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-"""What torch 2.11 itself uses under Python 3.12."""
+IGNORED = (
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",  # torch 2.11 uses it, under Python 3.12
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context",  # in the first backward of a process
+)
+"""What torch says of itself."""
 PATIENCE = 8
 """How many times its limit a part may take on a CPU, which may be busy."""
 ROOM = 8
@@ -48,7 +51,8 @@ def command_of(part: Part, *, quick: bool) -> list[str]:
     if not part.tests:
         return [sys.executable, "-m", "tests.gpu.figures", *(() if GPU else ("--dry",))]
     there = [plugin for module, plugin in PLUGINS.items() if importlib.util.find_spec(module)]
-    options = ["-q", "--no-header", "-m", "", "-W", IGNORED, "-p", "no:cacheprovider"]
+    options = ["-q", "--no-header", "-m", "", "-p", "no:cacheprovider"]
+    options += [word for text in IGNORED for word in ("-W", text)]
     options += [word for plugin in ("tests.gpu.record", *there) for word in ("-p", plugin)]
     if quick and part.quick:
         options += ["-k", part.quick]

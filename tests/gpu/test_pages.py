@@ -26,7 +26,7 @@ KIND = DEVICE.type
 GPUS = max(1, torch.cuda.device_count())
 
 
-@pytest.mark.parametrize("page", ["gpus", "mixed_precision", "mirror"])
+@pytest.mark.parametrize("page", ["gpus"])
 def test_programs_of_the_pages_run_there(page: str, tmp_path: Path) -> None:
     """As they are printed; those of one process, and by torchrun on two workers."""
     text = (DOCS / f"{page}.md").read_text("utf-8")

@@ -14,7 +14,15 @@ from torchopt_dist.nn import extract_state_dict, module_clone, recover_state_dic
 from torchopt_dist.optim import apply_updates
 
 DOUBLE = torch.float64
-X = torch.randn(6, 3, generator=torch.Generator().manual_seed(3))
+
+
+def drawn(*shape, seed, dtype=torch.float32):
+    """The same numbers on each device, on the one that is the default."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=dtype, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+X = drawn(6, 3, seed=3)
 
 
 class Complex(nn.Module):
@@ -37,9 +45,8 @@ def make(dtype=torch.float32):
 
 
 def losses(dtype, maximize=False, count=30):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        x = torch.randn(5, 3, generator=generator, dtype=DOUBLE).to(dtype)
+    for rows in drawn(count, 5, 3, seed=1, dtype=DOUBLE):
+        x = rows.to(dtype)
 
         def loss(forward, x=x):
             value = (forward(x) - x.sum(1, keepdim=True)).abs().square().mean()

@@ -10,7 +10,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.optim.graph import count_nodes
-from tests.optim.programs import DOUBLE, flat, losses, make
+from tests.optim.programs import DOUBLE, drawn, flat, losses, make
 from tests.optim.table import CASES, ROWS
 from tests.rows import each_row
 from torchopt_dist import pytree
@@ -202,7 +202,7 @@ def test_lazily_conjugated_gradients(name, setting):
     """``W.mH @ x`` gives such gradients, to both classes."""
     row = ROWS[name]
     options = row.options[setting]
-    x = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    x = drawn(3, 4, seed=0, dtype=torch.complex64)
     moved = []
     for lazy in (True, False):
         w, net = torch.nn.Parameter(x[:, :2].clone()), torch.nn.Module()

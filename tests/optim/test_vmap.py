@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchopt_dist as todist
+from tests.optim.programs import drawn
 from tests.optim.table import ROWS
 
-X = torch.randn(6, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+X = drawn(6, 8, 3, seed=0, dtype=torch.float64)
 Y = X.sum(2, keepdim=True).sin()
 
 

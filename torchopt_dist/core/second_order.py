@@ -187,7 +187,7 @@ def refuse_left_out(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) ->
         RuntimeError: they depend on a gradient that must not be differentiated.
     """
     nodes = nodes_of(outputs, inputs)
-    if any(map(is_refusal, nodes)):
+    if any(map(is_refusal, {*map(type, nodes)})):
         raise RuntimeError(f"{_MARKED}{_BY_OPERATIONS}{_FIRST_ORDER}")
     return nodes
 

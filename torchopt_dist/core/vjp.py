@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.torch_private import transforms_are_active
+from torchopt_dist.torch_private import grad_of_edges, transforms_are_active
 
 __all__ = ["Tensors", "edges", "plus", "pull", "pulled_back", "refuse_forward_mode", "takes_duals", "vjp"]
 
@@ -117,6 +117,9 @@ def pulled_back(
     if not pairs or not inputs:
         return [None] * len(inputs)
     values, weights = zip(*pairs, strict=True)
+    if all(isinstance(x, GradientEdge) for x in values):
+        found = grad_of_edges(values, inputs, weights, create_graph=create_graph, retain_graph=retain_graph)
+        return list(found)
     return list(
         torch.autograd.grad(
             values, inputs, weights, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True

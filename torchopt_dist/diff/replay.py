@@ -375,15 +375,14 @@ class _Replay:
 
         A GPU is not waited for at each step, but when the first one has been gone through.
         """
-        now = torch.stack([loss.detach() for loss in losses])
-        self.seen.append((first, now))
-        if now.is_cpu or first == 0:
+        numbers = range(first, first + len(losses))
+        self.seen += zip(numbers, (loss.detach() for loss in losses), strict=True)
+        if losses[0].is_cpu or first == 0:
             seen, self.seen = self.seen, []
-            for number, again in seen:
-                self._compare_now(number, again)
+            self._compare_now(*zip(*seen, strict=True))
 
-    def _compare_now(self, first: int, now: Tensor) -> None:
-        had = torch.stack(self.losses[first : first + len(now)])
+    def _compare_now(self, numbers: Sequence[int], again: Sequence[Tensor]) -> None:
+        now, had = torch.stack([*again]), torch.stack([self.losses[number] for number in numbers])
         eps = torch.finfo(now.dtype).eps
         same = torch.isclose(now, had, rtol=eps**0.5, atol=eps**0.75, equal_nan=True)
         if not bool(same.all()):
@@ -393,8 +392,8 @@ class _Replay:
             )
             raise RuntimeError(
                 "`loss` must give the same whenever a step is run again: the loss of step "
-                f"{first + place} was {one}, and is now {other}; something that it uses was changed in between, or its "
-                "random numbers are not torch's"
+                f"{numbers[place]} was {one}, and is now {other}; something that it uses was changed in between, or "
+                "its random numbers are not torch's"
                 + ("; or the history is that of another loss" if self.history is not None else "")
             )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.overrides import has_torch_function
 
 from torchopt_dist.core.types import OptionalTensor
@@ -54,6 +55,37 @@ def grad_of_loss(
         found: tuple[OptionalTensor, ...] = run(
             (loss,), bars, keep, create_graph, tuple(inputs), allow_unreachable=True, accumulate_grad=False
         )
+    return found
+
+
+def grad_of_edges(
+    edges: Sequence[GradientEdge],
+    inputs: Sequence[Tensor],
+    bars: Sequence[Tensor],
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> tuple[OptionalTensor, ...]:
+    """As :func:`grad_of_loss`, for edges of the graph and their gradients, in a time that grows with their number.
+
+    Torch asks the node of each edge for all its results, so of a node that has made all parameters it takes the square
+    of their number: 0.2 s for 500. Without the name it is torch's own.
+    """
+    run = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+    if run is None or torch.compiler.is_compiling():
+        return torch.autograd.grad(
+            edges, inputs, bars, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+        )
+    keep = create_graph if retain_graph is None else retain_graph
+    found: tuple[OptionalTensor, ...] = run(
+        tuple(edges),
+        tuple(bars),
+        keep,
+        create_graph,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
     return found
 
 

@@ -208,13 +208,13 @@ def outside_of_batched_gradients() -> Iterator[int | None]:
     if more is None or less is None:
         yield None
         return
-    level = more() - 1
-    for _ in range(level + 1):
+    nesting = more() - 1
+    for _ in range(nesting + 1):
         less()
     try:
-        yield level
+        yield max(nesting, 1)  # a GPU's thread of the engine knows nothing of the one level that there is
     finally:
-        for _ in range(level):
+        for _ in range(nesting):
             more()
 
 
@@ -268,12 +268,12 @@ def _is_function(thing: Any) -> bool:
     return isinstance(thing, type) and issubclass(thing, torch.autograd.Function)
 
 
-def is_refusal(node: Any) -> bool:
-    """Whether a node is one that torch puts behind what must not be differentiated again: it raises when it is reached.
+def is_refusal(kind: type) -> bool:
+    """Whether nodes of a class are those that torch puts behind what must not be differentiated again; they raise.
 
     Without its name the answer is always no, with the same consequence.
     """
-    return type(node).__name__ == "Error"
+    return kind.__name__ == "Error"
 
 
 def ends_gradients_graph(node: Any, gradients: Sequence[Any]) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist.core.second_order import explain, guarded, lacks, refusal
+from torchopt_dist.core.second_order import explain, guarded, lacks, refusal, refuse_left_out
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import values_of
 from torchopt_dist.formulas.normalization_nodes import is_mended, is_normalization, mend
-from torchopt_dist.torch_private import ends_gradients_graph, grad_of_loss, vmaps
+from torchopt_dist.torch_private import ends_gradients_graph, grad_of_loss, is_refusal, vmaps
 
 __all__ = ["mend_recorded", "recorded_gradients", "update_by_own"]
 
@@ -37,12 +37,15 @@ def recorded_gradients(
         The gradients, through which a backward pass raises ``RuntimeError`` where the loss has no second derivative.
 
     Raises:
+        RuntimeError: the loss has a gradient in it of which a part would be left out.
         ValueError: the graph of the gradients would end in ``DTensor.from_local``.
     """
     first = nodes = _nodes([loss], leaves)
     kinds = {*map(type, nodes)}
     mends, lacking, redistributes = _are_special(frozenset([kind.__name__ for kind in kinds]))
     refuses = any(map(refusal, kinds))
+    if any(map(is_refusal, kinds)):  # the loss has a gradient in it, a part of whose own would be missing
+        refuse_left_out([loss], leaves)
     if not (mends or lacking or redistributes or refuses):
         del first, nodes  # sooner while they are in the cache
         return grad_of_loss(loss, leaves, create_graph=True, retain_graph=retain_graph)
