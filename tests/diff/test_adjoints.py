@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
-from tests.diff.adjoint_table import ADJOINTS, ALL, ESTIMATORS, OPTIMIZERS, STEPS, Problem, gradients
+from tests.diff.adjoint_table import ADJOINTS, ALL, ESTIMATORS, EXACT, OPTIMIZERS, STEPS, Problem, gradients
 from tests.rows import each_row
 
 KINDS = ["tree", "module"]
@@ -523,3 +523,29 @@ def test_a_table_with_sparse_gradients_has_those_of_a_dense_one(adjoint):
         return [grad.to_dense() for grad in torch.autograd.grad(value, [*net.parameters(), lr])]
 
     torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-12, atol=1e-13)
+
+
+def test_a_loss_may_have_gradients_in_it_and_leaves_of_its_own():
+    """As a penalty on the gradients of features and weights, which depend on a perturbation that the loss has made."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x, weights = torch.randn(5, 3).double(), torch.ones(5, 1).double().requires_grad_()
+
+    def loss(net):
+        perturbed = net[0](x) + torch.zeros(5, 4, dtype=torch.float64, requires_grad=True)
+        errors = net[2](net[1](perturbed)) ** 2
+        of_features, of_weights = torch.autograd.grad(
+            (weights * errors).sum(), (perturbed, net[0].weight), create_graph=True
+        )
+        return (weights * errors).mean() + of_features.square().mean() + of_weights.square().mean()
+
+    found = {}
+    for name, adjoint in ALL.items():
+        made = todist.inner_loop(
+            loss, todist.adam(lr=0.05, eps=1e-3), net, 3, meta=weights, adjoint=adjoint, seed=1
+        )
+        if name != "implicit":  # not at a minimum
+            outer = made.params(x).square().mean()
+            (found[name],) = torch.autograd.grad(outer, weights, allow_unused=True)
+    for name in EXACT:
+        torch.testing.assert_close(found[name], found["recorded"], rtol=1e-10, atol=1e-13)

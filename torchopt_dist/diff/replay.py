@@ -348,7 +348,7 @@ class _Replay:
         refuse_undeclared(
             [seen.loss],
             [*seen.leaves, *self.declared],
-            lambda: [self.loop.evaluate(seen.carry.params, seen.carry.buffers, seen.number)[0]],
+            partial(self.loop.loss_again, seen.carry, seen.number),
         )
         if shapes := ", ".join(str(tuple(buffer.shape)) for buffer in seen.buffers if buffer.requires_grad):
             raise ValueError(

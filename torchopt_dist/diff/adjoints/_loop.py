@@ -521,6 +521,11 @@ class Loop:
         state = pytree.map_tensors(Tensor.detach, carry.state)
         return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
 
+    def loss_again(self, carry: Carry, number: int) -> list[Tensor]:
+        """The loss of a step once more, whose parameters require grad: it may have a gradient in it."""
+        cut = self.cut(carry)
+        return [self.evaluate(cut.params, cut.buffers, number)[0]]
+
     def without_history(self, carry: Carry) -> Carry:
         """The same parameters and buffers, and a state without history: for a step that overwrites nothing."""
         if not _has_history(carry.state):

@@ -386,11 +386,7 @@ class _Node:
             known += [self._module_buffers[place] for place in self._with_history]
             ends = [seen.loss, *(leaves[place] for place in self._aux)]
             if any(depends_on_others(one, known, since) for one in ends):
-                refuse_undeclared(
-                    ends,
-                    known,
-                    lambda: [part.evaluate(seen.carry.params, seen.carry.buffers, seen.number)[0]],
-                )
+                refuse_undeclared(ends, known, partial(part.loss_again, seen.carry, seen.number))
 
         found = part.gradient(
             Carry(self._given, (), self._module_buffers), self._number, record=False, watch=watch

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -62,7 +63,7 @@ def watched(loop: Loop, around: Samples) -> Loop:
         refuse_undeclared(
             [seen.loss],
             [*seen.leaves, *(exchanged.others or ())],
-            lambda: [exchanged.evaluate(seen.carry.params, seen.carry.buffers, seen.number)[0]],
+            partial(exchanged.loss_again, seen.carry, seen.number),
         )
 
     return replace(exchanged, watch=watch)
@@ -90,9 +91,8 @@ def _look_once(loop: Loop, around: Samples) -> None:
 
     def call() -> list[Tensor]:
         others = tuple(one.tensor(values) for one, values in zip(held, given, strict=True))
-        cut = loop.cut(loop.first)
         with Turn(exclusive=True):
-            return [replace(loop, others=others).evaluate(cut.params, cut.buffers, 0)[0]]
+            return replace(loop, others=others).loss_again(loop.first, 0)
 
     with around.outside(), torch.enable_grad(), kept_generators():
         given = [one.values.detach().requires_grad_() for one in held]
