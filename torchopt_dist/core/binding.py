@@ -5,7 +5,8 @@ it has bound to its names since: another task's data, and a wrong gradient. What
 the function runs again. While it is the same, that is all, and the function itself runs. Where names of variables,
 attributes or entries were bound anew, a copy of the function runs that has them as they were, and copies of whatever
 leads to them: functions that it calls, objects, modules, lists. Nothing of the caller's is written, so threads do not
-meet. A tensor that was changed in place cannot be given back: that is an error, as torch's own is.
+meet. A tensor that was changed in place cannot be given back: that is an error, as torch's own is. Autocast and the
+default dtype and device are those of the call, too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torchopt_dist.core.reached import (
     name_of,
     parts_of,
 )
+from torchopt_dist.core.surroundings import modes
 from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.versions import Seen
 
@@ -52,7 +54,7 @@ class Bindings:
             reach by cells, global names, attributes and entries of containers, but not into installed packages.
     """
 
-    __slots__ = ("_bound", "_copies", "_is_live", "_nodes", "_places", "_seen")
+    __slots__ = ("_bound", "_copies", "_is_live", "_modes", "_nodes", "_places", "_seen")
 
     def __init__(self, *functions: Any) -> None:
         walk = Walk(functions)
@@ -61,6 +63,7 @@ class Bindings:
         self._bound: dict[int, Any] = {}
         self._copies: Copies | None = None
         self._is_live = True
+        self._modes = modes()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -114,7 +117,8 @@ class Bindings:
         changed = self._changed()
         function = self._with(function, changed)
         try:
-            return function(*args, **kwargs)
+            with self._modes.again():
+                return function(*args, **kwargs)
         finally:
             self._forget(self._changed() - changed)
 

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from torchopt_dist.core.code_names import is_installed, is_numpys, reads, top_package
 from torchopt_dist.core.reached import CONTAINERS, is_structure, map_parts, parts_of
-from torchopt_dist.core.surroundings import autocast
+from torchopt_dist.core.surroundings import modes
 from torchopt_dist.torch_private import compiler_overlooks, hooks_of_all_modules, name_of_op, original_of
 
 __all__ = ["Family", "Meaning", "Record", "RefusedError"]
@@ -162,7 +162,7 @@ class Meaning:
         if base is None:
             for hooks in hooks_of_all_modules():
                 self._visit(hooks, "hooks of all modules")
-            around = (torch.get_default_dtype(), torch.get_default_device(), *autocast())
+            around = modes()
             self._note("autocast, or torch's default dtype or device", around)
         alias = next((place for one, place in self._attributes if one in self._parts), "")
         key, places, numbers, alive = map(tuple, (self._key, self._places, self._numbers, self._alive))

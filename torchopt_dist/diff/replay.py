@@ -25,9 +25,9 @@ from torchopt_dist import pytree
 from torchopt_dist.core import remat
 from torchopt_dist.core.rows import goes_one_by_one
 from torchopt_dist.core.second_order import refuse_left_out
+from torchopt_dist.core.surroundings import forget_casts, modes
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vjp import plus, pulled_back
-from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome, Seen
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other, leaf_like
 from torchopt_dist.diff.adjoints._history import History, WayBack
@@ -83,7 +83,7 @@ class _Replay:
     """Losses of steps that were run again, with the number of the first, that are still to be compared."""
 
     def __post_init__(self) -> None:
-        self.autocast = current_autocast()
+        self.modes = modes()
         given = self.loop.declared
         self.declared: list[Tensor] = list(given)
         # Tensors that depend on each other are exchanged for leaves while a step runs: otherwise what one gets by way
@@ -259,7 +259,7 @@ class _Replay:
     def recorded_unit(self, loop: Loop, unit: _Segment, now: Sequence[Tensor]) -> list[Tensor]:
         """The values of a unit with the graph of its steps."""
         outcome = loop.run(loop.recorded_step, self.carry(now, unit.rest), unit.first, unit.end)
-        self.compare(unit.first, *outcome.losses)
+        self.compare(unit.first, *outcome.losses, is_last=unit.first == 0)
         return [*self.tensors(outcome.carry), torch.stack(outcome.losses)]
 
     def plain(self, part: _Segment, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Carry]:
@@ -338,7 +338,7 @@ class _Replay:
                 stack.enter_context(outside_of_transforms())
             stack.enter_context(kept_generators())
             stack.enter_context(attention_by_formula())
-            stack.enter_context(self.autocast.again())
+            stack.enter_context(self.modes.again())
             yield
             forget_casts()
 
@@ -370,14 +370,17 @@ class _Replay:
                     f"a second call differs by {(one - other).abs().max().item():.3g}"
                 )
 
-    def compare(self, first: int, *losses: Tensor) -> None:
+    def compare(self, first: int, *losses: Tensor, is_last: bool = False) -> None:
         """Raise unless steps that are run again have the losses that they had, but for rounding.
 
-        A GPU is not waited for at each step, but when the first one has been gone through.
+        Args:
+            first: the number of the first of these steps.
+            losses: theirs, now.
+            is_last: whether the way back ends with them; a GPU is waited for then only.
         """
         numbers = range(first, first + len(losses))
         self.seen += zip(numbers, (loss.detach() for loss in losses), strict=True)
-        if losses[0].is_cpu or first == 0:
+        if losses[0].is_cpu or is_last:
             seen, self.seen = self.seen, []
             self._compare_now(*zip(*seen, strict=True))
 
@@ -458,7 +461,7 @@ class _Back:
                     declared,
                     weights,
                     look,
-                    partial(replay.compare, unit.first),
+                    partial(replay.compare, unit.first, is_last=unit.first == 0),
                 )
             else:
                 points = [leaf_like(x) for x in now]

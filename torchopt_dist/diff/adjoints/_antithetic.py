@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.core.rows import in_rows
+from torchopt_dist.core.surroundings import Modes, modes
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import Values
-from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._missing_gradients import watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
@@ -94,7 +94,7 @@ def run_with_pairs(
         _parts(count, part or max(1, count)),
         sigma,
         around,
-        current_autocast(),
+        modes(),
     )
     with torch.enable_grad(), around.outside():
         connected = _Estimate.apply(
@@ -132,12 +132,12 @@ class _Pairs:
     sigma: float
     around: Samples
     """Inside ``vmap`` seeds and numbers have the tasks' dimensions after the first one, too."""
-    autocast: Autocast
+    modes: Modes
     weights: tuple[Values | None, ...] = ()
     """The outer gradient of each parameter that is moved, and of each loss."""
 
     def __call__(self, seeds: Tensor) -> Tensor:
-        with self.autocast.again():
+        with self.modes.again():
             return torch.stack([self._pair(seed) for seed in seeds])
 
     def _pair(self, seeds: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from torchopt_dist.core import remat
 from torchopt_dist.core.generators import restore, states
 from torchopt_dist.core.graphs import edge_of, edges_behind, edges_of, leaf_of, nodes_between
 from torchopt_dist.core.random_turns import change_generators
+from torchopt_dist.core.surroundings import modes
 from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.core.vmap import Values
-from torchopt_dist.diff.adjoints._autocast import current_autocast
 from torchopt_dist.diff.adjoints._declared import refuse
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators
@@ -187,7 +187,7 @@ class _Call:
             for container, key, x in _held(_tensor_dicts.buffer_containers(block))
             if x is not None
         ]
-        self.before, self.autocast = states(), current_autocast()
+        self.before, self.modes = states(), modes()
         self.own_count = len(self.tensors)
         self.others = around.values(calls.declared.tensors)
         self.declared: list[int] = []
@@ -243,7 +243,7 @@ class _Call:
         try:
             with (
                 kept_generators(),
-                self.autocast.again(),
+                self.modes.again(),
                 self.calls.declared.replaced(others) if is_replaced else nullcontext(),
             ):
                 change_generators(restore, self.before)

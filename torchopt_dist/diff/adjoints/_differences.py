@@ -16,9 +16,9 @@ from torch import Tensor
 
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.rows import in_rows
+from torchopt_dist.core.surroundings import Modes, modes
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import Values
-from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
 from torchopt_dist.diff.adjoints._missing_gradients import refusal_as_it_is, watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
@@ -77,7 +77,7 @@ def run_with_differences(
             held, given = around.values_of_each(taken), around.values(declared)
             taken, declared = [one.values for one in held], [one.values for one in given]
         between = _Between(
-            loop, number, radius, places, carry, around, held, given, current_autocast(), what, as_they_are
+            loop, number, radius, places, carry, around, held, given, modes(), what, as_they_are
         )
         with around.outside():
             connection = apply_function(_Differences, between, taken, *declared)
@@ -124,7 +124,7 @@ class _Between:
     """Inside ``vmap``, the gradients of the step; a direction has the shape of its gradient."""
     declared: list[Values]
     """Inside ``vmap``, what the loop has declared."""
-    autocast: Autocast
+    modes: Modes
     what: str
     """The adjoint, for errors."""
     as_they_are: bool
@@ -141,7 +141,7 @@ class _Between:
         distance = self._distance(length, directions)
         weight = length / (2 * self.radius)
         wanted = [tensor for tensor in given if tensor.requires_grad]
-        with kept_generators(), self.autocast.again(), torch.set_grad_enabled(True), Turn(exclusive=True):
+        with kept_generators(), self.modes.again(), torch.set_grad_enabled(True), Turn(exclusive=True):
             ahead = self._side(directions, distance, weight, given, wanted, loop)
             behind = self._side(directions, -distance, weight, given, wanted, loop)
         found: list[OptionalTensor] = [

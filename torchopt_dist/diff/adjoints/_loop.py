@@ -21,9 +21,9 @@ from torchopt_dist import pytree
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.second_order import refuse_left_out, why_not_twice, with_refusal
 from torchopt_dist.core.substitution import Substitute
+from torchopt_dist.core.surroundings import forget_casts
 from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.core.vjp import edges, plus, pulled_back
-from torchopt_dist.diff.adjoints._autocast import forget_casts
 from torchopt_dist.diff.adjoints._block_calls import Declared, nodes_of_blocks
 from torchopt_dist.diff.adjoints._carry import (
     Accumulation,

@@ -22,8 +22,8 @@ from torchopt_dist import pytree
 from torchopt_dist.core import remat
 from torchopt_dist.core.graphs import depends_on_others, leaf_of, nodes_between
 from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.surroundings import forget_casts, modes
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.diff.adjoints._autocast import current_autocast, forget_casts
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Seen, WatchFn
 from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
@@ -354,7 +354,7 @@ class _Node:
         """Which leaves of what the loss returns otherwise have one."""
         self._had: OptionalTensor = None
         """The sum when it was computed first."""
-        self._autocast = current_autocast()
+        self._modes = modes()
 
     def connected(self) -> Evaluation:
         """Evaluate the part without a graph, and connect what it makes as one node."""
@@ -442,7 +442,7 @@ class _Node:
                 stack.enter_context(outside_of_transforms())
             stack.enter_context(kept_generators())
             stack.enter_context(attention_by_formula())
-            stack.enter_context(self._autocast.again())
+            stack.enter_context(self._modes.again())
             yield
             forget_casts()
 

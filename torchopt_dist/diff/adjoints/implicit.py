@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchopt_dist.arguments.integers import integer
 from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.surroundings import Modes, modes
 from torchopt_dist.core.types import LinearSolver
 from torchopt_dist.core.vjp import Tensors
-from torchopt_dist.diff.adjoints._autocast import Autocast, current_autocast
 from torchopt_dist.diff.adjoints._declared import tensors_of_batches
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
@@ -106,9 +106,7 @@ class Implicit(Adjoint):
         count = len(outcome.losses)
         if count == 0:
             return outcome
-        gradient = _Gradient(
-            loop, outcome.carry, range(max(0, count - self.batches), count), current_autocast()
-        )
+        gradient = _Gradient(loop, outcome.carry, range(max(0, count - self.batches), count), modes())
         places = loop.model.moved_places
         params = list(outcome.carry.params)
         solver = solve_cg() if self.solver is None else as_solver(self.solver)
@@ -138,7 +136,7 @@ class _Gradient:
     loop: Loop
     last: Carry
     numbers: range
-    autocast: Autocast
+    modes: Modes
 
     def __call__(self, point: Tensors, declared: Tensors, first: Tensors) -> Any:
         places = self.loop.model.moved_places
@@ -148,7 +146,7 @@ class _Gradient:
             params[place] = leaf
         carry = self.last._replace(params=[params[place] for place in loop.model.first_places])
         total = [torch.zeros_like(leaf) for leaf in point]
-        with loop.failing(), kept_generators(), self.autocast.again(), attention_by_formula():
+        with loop.failing(), kept_generators(), self.modes.again(), attention_by_formula():
             for number in self.numbers:
                 found = loop.gradient(carry, number, record=True)
                 if not transforms_are_active():  # where there is no graph to look at
