@@ -127,7 +127,7 @@ engines: $(STAMP) ## install Ray, Dask and Monarch, each beside this torch, and 
 	$(BIN)/python -m pytest tests/launch/test_engines.py $(ARGS)
 
 works-with: $(STAMP) ## install transformers, peft, accelerate, Lightning, Hydra and W&B, and run the programs of docs/works_with.md
-	$(INSTALL) --no-build-isolation -e ".[test,works_with]"
+	$(INSTALL) --no-build-isolation -e ".[test,works-with]"
 	$(BIN)/python -m pytest tests/docs/test_works_with.py tests/diff/test_hugging_face.py $(ARGS)
 
 bench: $(STAMP) ## write the tables of docs/benchmarks.md and docs/which_adjoint.md, on a quiet machine: ONLY="call_overhead launch"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from tests.docs.test_examples import Program, check_output, programs
 from tests.processes import python
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "works_with.md").read_text("utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "works_with.md").read_text("utf-8")
 PROGRAMS = {kind.removeprefix("python with "): program for kind, program in programs(PAGE).items()}
 INSTALLED = [name for name in PROGRAMS if importlib.util.find_spec(name) is not None]
 """`make works-with` installs the others."""
@@ -39,3 +41,16 @@ def test_each_row_has_a_program_that_prints_something() -> None:
 
 def test_what_the_tests_need_is_installed() -> None:
     assert {"submitit", "tensorboard", "safetensors"} <= {*INSTALLED}
+
+
+def test_pip_finds_the_extras_that_pages_and_targets_ask_for() -> None:
+    """For one that it does not find pip only prints a warning; an older pip finds no name with an underscore."""
+    extras = {
+        *tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    }
+    texts = [ROOT / "Makefile", ROOT / "README.md", ROOT / "pyproject.toml", *ROOT.glob("docs/**/*.md")]
+    named = re.findall(
+        r"(?:torchopt_dist|\.)\[([\w,-]+)\]", "".join(path.read_text("utf-8") for path in texts)
+    )
+    assert {"zmq", "works-with"} <= {extra for names in named for extra in names.split(",")} <= extras
+    assert [name for name in extras if not re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", name)] == []

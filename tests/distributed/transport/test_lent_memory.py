@@ -17,6 +17,7 @@ import torchopt_dist as todist
 from tests.distributed.transport.by_hand import ENCRYPTED, TRANSPORTS
 from tests.processes import World
 from torchopt_dist.distributed.group.group import current_group
+from torchopt_dist.distributed.serialization import frames
 from torchopt_dist.distributed.transport import lent_memory
 from torchopt_dist.distributed.transport.contacts import Endpoint
 from torchopt_dist.distributed.transport.mesh import Mesh
@@ -61,6 +62,14 @@ def test_frames_that_are_lent_are_copied_when_they_are_received():
         there.send(0, [b"an answer"])
         assert here.receive()[:2] == (1, b"an answer")
         assert not here._links[1].kept  # the memory is the sender's alone again
+
+
+def test_frames_that_are_not_lent_go_in_pieces():
+    with two_meshes() as (here, there):
+        here._links[1].lends = False
+        here.send(1, [b"a message", memoryview(bytearray(2 * frames.PIECE + 5)), b"and more"])
+        _, *pieces = there._here.socket.recv_multipart()
+        assert [*map(len, pieces)] == [frames.PIECE, frames.PIECE, 5, len(b"and more")]
 
 
 def test_what_cannot_be_read_comes_in_frames_and_so_does_all_that_follows(monkeypatch):
@@ -194,10 +203,11 @@ def test_where_a_process_may_not_read_another_one_calls_go_on(world, refusing):
     assert world(2, env=ZMQ).run(body) == [1 not in refusing, 0 not in refusing]
 
 
-def test_no_room_for_what_is_lent_is_an_error_of_the_call(world):
+@pytest.mark.parametrize("environment", [ZMQ, ENCRYPTED], ids=["lent", "in pieces"])
+def test_no_room_for_what_comes_is_an_error_of_the_call(world, environment):
     def body():
         if todist.get_rank() == 1:
-            lent_memory.read = no_room
+            lent_memory.read = frames._in_one = no_room
         todist.barrier()
         if todist.get_rank() == 0:
             with pytest.raises(MemoryError, match="no room"):
@@ -205,10 +215,10 @@ def test_no_room_for_what_is_lent_is_an_error_of_the_call(world):
             return todist.remote_call(torch.sum, 1, torch.ones(3)).item()
         return None
 
-    def no_room(loan):
+    def no_room(large):
         raise MemoryError("no room")
 
-    assert world(2, env=ZMQ).run(body)[0] == 3
+    assert world(2, env=environment).run(body)[0] == 3
 
 
 def shared_memory(process="self"):

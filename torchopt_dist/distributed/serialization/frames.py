@@ -2,23 +2,29 @@
 
 A large buffer is not copied here: its frame is the tensor's memory at the sender, and a tensor on the frame's memory at
 the receiver, which ``from_wire`` copies if that memory does not begin where a tensor's does.
+
+Frames are sent in pieces, so that a piece is encrypted, another one is under way, and a third one is decrypted at the
+same time, each in memory that the allocator has at hand. A piece that is shorter than the others ends a frame.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchopt_dist.distributed.serialization.names import find, name_of
-from torchopt_dist.distributed.serialization.wire import SMALL, Place, WireMessage
+from torchopt_dist.distributed.serialization.wire import ALIGNMENT, SMALL, Place, WireMessage
 
-__all__ = ["Frame", "from_frames", "to_frames"]
+__all__ = ["Frame", "from_frames", "in_pieces", "joined", "new_memory", "to_frames"]
 
 Frame: TypeAlias = bytes | memoryview
+
+PIECE = 1 << 20
 
 _Buffer: TypeAlias = tuple[
     torch.dtype, tuple[int, ...], tuple[int, ...], tuple[str, str, int] | None, bytearray | None
@@ -73,3 +79,37 @@ def _tensor(buffer: _Buffer, frames: Any) -> Tensor:
         flat = flat.clone()
     tensor = flat.view(dtype).as_strided(shape, strides)
     return tensor if kind is None else tensor.as_subclass(find(*kind))
+
+
+def in_pieces(frames: Iterable[Frame]) -> Iterator[Frame]:
+    """The pieces of frames, which stay where they are."""
+    for frame in frames:
+        memory = memoryview(frame)
+        for start in range(0, len(memory) + 1, PIECE):  # the last one may be empty
+            yield memory[start : start + PIECE]
+
+
+def joined(pieces: Iterable[Frame]) -> list[Frame]:
+    """The inverse of :func:`in_pieces`; a frame of several pieces is copied."""
+    frames: list[Frame] = []
+    begun: list[Frame] = []
+    for piece in pieces:
+        begun.append(piece)
+        if len(piece) < PIECE:
+            frames.append(_in_one(begun) if len(begun) > 1 else piece)
+            begun.clear()
+    return frames
+
+
+def _in_one(pieces: Sequence[Frame]) -> Frame:
+    memory = new_memory(sum(map(len, pieces)))
+    for number, piece in enumerate(pieces):
+        start = number * PIECE
+        memory[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+    return memory.data
+
+
+def new_memory(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Bytes that begin where a tensor's do, in huge pages if the system has any: the first touch costs most."""
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    return memory[-memory.ctypes.data % ALIGNMENT :][:size]

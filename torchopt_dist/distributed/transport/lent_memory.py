@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from torchopt_dist.distributed.serialization.frames import Frame
-from torchopt_dist.distributed.serialization.wire import ALIGNMENT
+from torchopt_dist.distributed.serialization.frames import Frame, new_memory
 
 __all__ = ["LARGE", "can_lend", "erase", "lend", "let_siblings_read", "new_token", "read"]
 
@@ -90,10 +89,7 @@ def _address(frame: Frame) -> int:
 
 def _copy(process: int, address: int, size: int) -> memoryview:
     """Bytes of a process, in memory of this one that begins where a tensor's does."""
-    memory = np.empty(
-        size + ALIGNMENT, np.uint8
-    )  # in huge pages, if the system has any: the first touch costs most
-    memory = memory[-memory.ctypes.data % ALIGNMENT :][:size]
+    memory = new_memory(size)
     done = 0
     while done < size:
         here, there = (

@@ -7,8 +7,8 @@ ZeroMQ connects again after a broken connection, but messages on the way are los
 the receiver has confirmed them, and sent again if one is missing: a receiver that gets number 7 after number 5 asks for
 number 6. A sender that gets no confirmation for a second asks which messages the receiver has.
 
-To a process of the same machine large frames are lent (``lent_memory.py``). A receiver that cannot read them asks for
-all that it has not confirmed, in frames of bytes, and so gets everything from then on.
+Large frames go in pieces. To a process of the same machine they are lent (``lent_memory.py``). A receiver that cannot
+read them asks for all that it has not confirmed, in frames of bytes, and so gets everything from then on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import zmq
 
-from torchopt_dist.distributed.serialization.frames import Frame
+from torchopt_dist.distributed.serialization.frames import Frame, in_pieces, joined
 from torchopt_dist.distributed.transport import lent_memory
 from torchopt_dist.distributed.transport.contacts import Contact, Endpoint, configure
 
@@ -108,10 +108,12 @@ class Mesh:
             link = self._links[rank]
             if link.incarnation != incarnation:
                 continue
-            frames: list[Frame] | MemoryError | None = [frame.buffer for frame in rest]
+            frames: list[Frame] | MemoryError | None
             try:
                 if kind == LOAN:
                     kind, frames = DATA, self._read(link, number, rest[0].buffer)
+                else:
+                    frames = _joined(rest)
                 is_next = frames is not None and self._take(link, kind, number, told)
             except (OSError, zmq.ZMQError):  # no descriptor for an answer, say: the other end probes again
                 log.debug("worker %d gets no answer now", rank, exc_info=True)
@@ -191,7 +193,7 @@ class Mesh:
         header = _HEADER.pack(kind, self._here.rank, self._here.incarnation, number, link.received)
         with contextlib.suppress(zmq.ContextTerminated):
             if rest:
-                link.socket.send_multipart([header + first, *rest], copy=False)
+                link.socket.send_multipart([header + first, *in_pieces(rest)], copy=False)
             else:
                 link.socket.send(header + first)
 
@@ -215,3 +217,10 @@ class Mesh:
                 link.asked_for = link.received + 1
                 self._put(link, AGAIN, 0)
             return False
+
+
+def _joined(pieces: Sequence[zmq.Frame]) -> list[Frame] | MemoryError:
+    try:
+        return joined(piece.buffer for piece in pieces)
+    except MemoryError as error:
+        return error
