@@ -14,11 +14,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVarTuple
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
-from torchopt_dist.launching import _messages as messages
 from torchopt_dist.launching._hosts import Agents, Plan, agree
+from torchopt_dist.launching._messages import ToLauncher
 from torchopt_dist.launching._packing import unpack_failure
 from torchopt_dist.launching._states import (
     AgentHandle,
@@ -27,10 +27,13 @@ from torchopt_dist.launching._states import (
     WorkerState,
     may_be_an_echo,
 )
+from torchopt_dist.pickling.serialized_exception import SerializedException
 
 __all__ = ["Attempt", "StoppedError"]
 
 log = logging.getLogger(__package__)
+
+Told = TypeVarTuple("Told")
 
 LOST_SECONDS = 0.5
 """Seconds, after an agent has ended, in which it may become known that its machine is lost."""
@@ -42,7 +45,7 @@ class StoppedError(Exception):
     """Raised by an attempt that was told to stop before all functions had returned."""
 
 
-class Attempt:
+class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
     """One attempt to run a task on all workers.
 
     Args:
@@ -100,11 +103,13 @@ class Attempt:
 
     # The loop.
 
-    def _ask(self, agents: Sequence[AgentHandle], question: object) -> list[Any]:
+    def _ask(
+        self, agents: Sequence[AgentHandle], question: Callable[[Any, *Told], None], *args: *Told
+    ) -> list[Any]:
         """The answers of agents to a question."""
         for agent in agents:
             agent.answer = None
-            agent.tell(question)
+            agent.tell(question, *args)
         while any(agent.answer is None for agent in agents):
             self._turn()
         return [agent.answer for agent in agents]
@@ -244,53 +249,69 @@ class Attempt:
             return
         if received is not None:
             agent.heard = time.monotonic()
-            for message in received:
-                self._note(agent, message)
+            for name, args in received:
+                getattr(self, name)(agent, *args)
 
-    def _note(self, agent: AgentHandle, message: Any) -> None:
-        if isinstance(message, messages.Alive):
-            agent.pid = message.pid
-        elif isinstance(message, (messages.Listening, messages.Reached)):
-            agent.answer = message
-        elif isinstance(message, messages.NotStarted):
-            reason = f"no more workers can be started on {agent.name}: {message.reason}"
-            self._fail(OSError(message.number, reason), 0.0)
-        elif isinstance(message, messages.Output):
-            worker = agent.workers[message.rank]
-            if message.into == "report":
-                for report in worker.report.feed(message.data):
-                    self._note_report(worker, report)
-            else:
-                worker.lines[message.into].feed(message.data)
-        elif isinstance(message, messages.Started):
-            worker = agent.workers[message.rank]
-            worker.enter(WorkerState.STARTED)
-            worker.pid = message.pid
-        elif isinstance(message, messages.Halted):
-            halted = None if message.signal is None else (time.monotonic(), message.signal)
-            agent.workers[message.rank].halted = halted
-        elif isinstance(message, messages.Exited):
-            worker = agent.workers[message.rank]
-            worker.note_end(message.status)
-            if not worker.is_decided:
-                error = worker.death(message.status, out_of_memory=message.out_of_memory)
-                if self._may_be_replaced(worker):
-                    self._replace(agent, worker, error)
-                else:
-                    self._lose(error, _wait_after(message.status), worker)
+    def alive(self, agent: AgentHandle, pid: int) -> None:
+        """An agent is at work."""
+        agent.pid = pid
 
-    def _note_report(self, worker: WorkerHandle, report: Any) -> None:
-        if isinstance(report, messages.Running):
-            worker.enter(WorkerState.RUNNING)
-        elif isinstance(report, messages.Returned):
-            worker.give_value(report.value)
-        elif report.exit_code == 0 and not self._is_ending:  # who is told to stop may end so, too
-            worker.give_value(report.failure)
-        elif report.exit_code is not None:
-            self._fail(worker.death(report.exit_code, asked=True), EXIT_SECONDS, worker)
+    def answered(self, agent: AgentHandle, answer: Any) -> None:
+        """An agent answers."""
+        agent.answer = answer
+
+    def not_started(self, agent: AgentHandle, number: int, reason: str) -> None:
+        """The work is over, since an agent cannot start its workers."""
+        self._fail(OSError(number, f"no more workers can be started on {agent.name}: {reason}"), 0.0)
+
+    def started(self, agent: AgentHandle, rank: int, pid: int) -> None:
+        """A worker has a process."""
+        worker = agent.workers[rank]
+        worker.enter(WorkerState.STARTED)
+        worker.pid = pid
+
+    def written(self, agent: AgentHandle, rank: int, into: str, data: bytes) -> None:
+        """A worker has written lines, or says something itself."""
+        worker = agent.workers[rank]
+        if into != "report":
+            worker.lines[into].feed(data)
+            return
+        for name, args in worker.report.feed(data):
+            getattr(self, name)(worker, *args)
+
+    def running(self, worker: WorkerHandle) -> None:
+        """A worker has reached its function."""
+        worker.enter(WorkerState.RUNNING)
+
+    def returned(self, worker: WorkerHandle, value: bytes) -> None:
+        """A worker's function has returned."""
+        worker.give_value(value)
+
+    def raised(
+        self, worker: WorkerHandle, text: SerializedException, exit_code: int | None, failure: bytes
+    ) -> None:
+        """A worker's function has raised, perhaps since another worker has failed."""
+        if exit_code is not None:
+            self._fail(worker.death(exit_code, asked=True), EXIT_SECONDS, worker)
+            return
+        error = unpack_failure(text, failure, str(worker))
+        self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
+
+    def halted(self, agent: AgentHandle, rank: int, by_signal: int | None) -> None:
+        """A worker is stopped from now on, or no more."""
+        agent.workers[rank].halted = None if by_signal is None else (time.monotonic(), by_signal)
+
+    def exited(self, agent: AgentHandle, rank: int, status: int, out_of_memory: bool) -> None:
+        """A worker has ended: it gets a new process, the others go on without it, or this is a failure."""
+        worker = agent.workers[rank]
+        worker.note_end(status)
+        if worker.is_decided:
+            return
+        error = worker.death(status, out_of_memory=out_of_memory)
+        if self._may_be_replaced(worker):
+            self._replace(agent, worker, error)
         else:
-            error = unpack_failure(report.text, report.failure, str(worker))
-            self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
+            self._lose(error, _wait_after(status), worker)
 
     def _agent_ended(self, agent: AgentHandle, how: str) -> None:
         workers = list(agent.workers.values())

@@ -29,7 +29,7 @@ from torchopt_dist.launching._attempt import Attempt, StoppedError
 from torchopt_dist.launching._cluster import Host, Reach
 from torchopt_dist.launching._hosts import LONGEST_WAIT, Plan
 from torchopt_dist.launching._machines import Machine
-from torchopt_dist.launching._messages import Stop, frame
+from torchopt_dist.launching._messages import ToAgent, frame
 from torchopt_dist.launching._states import HostState, Stateful, may_be_an_echo
 from torchopt_dist.launching.result import LaunchResult
 from torchopt_dist.pickling.serialized_exception import safe_repr
@@ -309,7 +309,7 @@ class Membership:
         with machine.connect(self._plan.setup(machine).env) as agent, contextlib.suppress(ConnectionError):
             agent.settimeout(seconds)
             try:
-                agent.sendall(b"".join(frame(Stop(0.0))))
+                agent.sendall(b"".join(frame(ToAgent.stop, 0.0)))
                 while agent.recv(1 << 12):
                     pass
             except TimeoutError:

@@ -20,7 +20,7 @@ from typing import Any
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launching._cluster import Host
 from torchopt_dist.launching._machines import Machine
-from torchopt_dist.launching._messages import Header, Listen, Listening, Reach, Speak, StartWorkers, Stop
+from torchopt_dist.launching._messages import Header, Listening, ToAgent
 from torchopt_dist.launching._packing import pack
 from torchopt_dist.launching._processes import KILL_SECONDS, umask
 from torchopt_dist.launching._states import AgentHandle, AgentState, WorkerHandle
@@ -103,7 +103,7 @@ class Agents:
         agent = AgentHandle(host, connection, self._plan.logs, workers)
         self._agents.append(agent)
         self._selector.register(agent.stream, selectors.EVENT_READ, partial(self._hear, agent))
-        agent.tell(Speak(self._plan.liveness.between_signs))
+        agent.tell(ToAgent.speak, self._plan.liveness.between_signs)
         return agent
 
     def start(self, agent: AgentHandle, store: str | None = None) -> None:
@@ -114,15 +114,11 @@ class Agents:
             store: the address at which this agent is to hold the store of the rendezvous; ``None``: it holds none.
         """
         here = agent.machine.here
-        start = StartWorkers(
-            header=pack(self._setups[agent.machine]),
-            env={rank: self._variables(agent.host, worker) for rank, worker in agent.workers.items()},
-            cores=frozenset(os.sched_getaffinity(0)) if here else None,
-            umask=umask() if here else None,
-            store=store,
-            task=self._plan.task,
-        )
-        agent.tell(start)
+        header = pack(self._setups[agent.machine])
+        env = {rank: self._variables(agent.host, worker) for rank, worker in agent.workers.items()}
+        cores = frozenset(os.sched_getaffinity(0)) if here else None
+        mask = umask() if here else None
+        agent.tell(ToAgent.start, header, env, cores, mask, store, self._plan.task)
 
     def _variables(self, host: Host, worker: WorkerHandle) -> dict[str, str]:
         """The variables that torchrun would set for a worker."""
@@ -193,7 +189,7 @@ class Agents:
             self.drop(agent)
             agent.stream.close()
         else:
-            agent.tell(Stop(grace))
+            agent.tell(ToAgent.stop, grace)
 
     def end(self, grace: float) -> list[AgentHandle]:
         """Have all agents end, and kill those that do not; returns these.
@@ -239,8 +235,8 @@ class Agents:
 
 # Where workers meet.
 
-Ask = Callable[[Sequence[AgentHandle], object], list[Any]]
-"""Agents, a question → the answer of each; a lost agent or one that takes too long is an error."""
+Ask = Callable[..., list[Any]]
+"""Agents, a question and its arguments → the answer of each; a lost agent or one that takes too long is an error."""
 
 
 def agree(agents: Sequence[AgentHandle], port: int, ask: Ask) -> tuple[str, int]:
@@ -256,7 +252,7 @@ def agree(agents: Sequence[AgentHandle], port: int, ask: Ask) -> tuple[str, int]
     """
     first = agents[0]
     others = {agent.machine: agent for agent in agents if agent.machine is not first.machine}
-    (where,) = ask([first], Listen(port, everywhere=bool(others)))
+    (where,) = ask([first], ToAgent.listen, port, bool(others))
     if where.error is not None:
         raise InitializationError(where.error + ("" if first.machine.here else f" on {first.name}"))
     if not others:
@@ -265,8 +261,7 @@ def agree(agents: Sequence[AgentHandle], port: int, ask: Ask) -> tuple[str, int]
     likely = {address: where.ports[address] for address in known if address in where.ports}
     ports = {address: port for address, port in where.ports.items() if address != LOOPBACK}
     where = replace(where, ports=likely | ports)
-    answers = ask(list(others.values()), Reach(where, REACH_SECONDS))
-    reached = [answer.addresses for answer in answers]
+    reached = ask(list(others.values()), ToAgent.reach, where, REACH_SECONDS)
     for address, port in where.ports.items():
         if all(address in addresses for addresses in reached):
             return address, port

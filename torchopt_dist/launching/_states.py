@@ -11,9 +11,9 @@ import math
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import torch.distributed as dist
 
@@ -84,6 +84,7 @@ FOLLOWS: dict[enum.Enum, tuple[enum.Enum, ...]] = {
 """State → those that may follow it."""
 
 StateT = TypeVar("StateT", bound=enum.Enum)
+Told = TypeVarTuple("Told")
 
 
 class Stateful(Generic[StateT]):
@@ -281,10 +282,10 @@ class AgentHandle(Stateful[AgentState]):
         """Whether it has ended, or counts as such."""
         return self.state is AgentState.ENDED
 
-    def tell(self, message: object) -> None:
-        """Send a message. If the agent has ended, this is noticed when the stream is read."""
+    def tell(self, message: Callable[[Any, *Told], None], *args: *Told) -> None:
+        """Send a message of :class:`ToAgent`. If the agent has ended, this is noticed when the stream is read."""
         with contextlib.suppress(OSError):
-            self.stream.put(message)
+            self.stream.put(message, *args)
 
 
 def may_be_an_echo(error: Exception) -> bool:

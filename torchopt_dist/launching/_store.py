@@ -19,7 +19,7 @@ import psutil
 import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
+from torchopt_dist.launching._messages import Listening
 from torchopt_dist.process.network import check_loopback
 
 __all__ = ["LOOPBACK", "Listeners", "reach", "store_at"]
@@ -34,7 +34,8 @@ class Listeners:
     """Sockets at addresses of this machine, that give each caller a token.
 
     Args:
-        question: the port and the addresses.
+        port: the port; 0 means any free one.
+        everywhere: whether at all addresses of the machine; else at the loopback address.
 
     Raises:
         InitializationError: the port is taken, or the machine has no loopback address.
@@ -43,20 +44,20 @@ class Listeners:
         where: the message with the addresses, for the launcher.
     """
 
-    def __init__(self, question: Listen) -> None:
+    def __init__(self, port: int, everywhere: bool) -> None:
         self._listeners: dict[str, socket.socket] = {}
-        if not question.everywhere:
+        if not everywhere:
             check_loopback(LOOPBACK)
-        for address in _own_addresses() if question.everywhere else [LOOPBACK]:
+        for address in _own_addresses() if everywhere else [LOOPBACK]:
             try:
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                listener = socket.create_server((address, question.port), family=family, backlog=1024)
+                listener = socket.create_server((address, port), family=family, backlog=1024)
             except OSError as error:
                 if self._listeners and error.errno != errno.EADDRINUSE:
                     continue  # the address is not ready, as one of IPv6 in its first second
                 self.close()
                 raise InitializationError(
-                    f"`master_port` must be free on {address}, or 0 for any free port, got {question.port}: "
+                    f"`master_port` must be free on {address}, or 0 for any free port, got {port}: "
                     f"{os.strerror(error.errno or 0)}"
                 ) from error
             listener.setblocking(False)
@@ -100,14 +101,15 @@ def store_at(listener: socket.socket) -> dist.TCPStore:
     )
 
 
-def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
-    """Try all addresses at once.
+def reach(where: Listening, seconds: float, goes_on: Callable[[], bool]) -> frozenset[str]:
+    """Try all addresses at once; returns those that can be reached.
 
     Args:
-        question: the addresses.
+        where: the addresses.
+        seconds: how long to try.
         goes_on: called repeatedly; returns whether to continue.
     """
-    where, reached = question.where, set()
+    reached = set()
     with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
         for address, port in where.ports.items():
             with contextlib.suppress(OSError):  # the address is of a kind that this machine has not
@@ -116,7 +118,7 @@ def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
                 caller.setblocking(False)
                 caller.connect_ex((address, port))
                 selector.register(caller, selectors.EVENT_READ, (caller, address, bytearray()))
-        until = time.monotonic() + question.seconds
+        until = time.monotonic() + seconds
         while selector.get_map() and (left := until - time.monotonic()) > 0 and goes_on():
             for key, _ in selector.select(min(left, TURN_SECONDS)):
                 caller, address, received = key.data
@@ -128,7 +130,7 @@ def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
                     selector.unregister(caller)
                     if received == where.token:
                         reached.add(address)
-    return Reached(frozenset(reached))
+    return frozenset(reached)
 
 
 def _own_addresses() -> list[str]:

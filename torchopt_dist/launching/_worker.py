@@ -10,14 +10,14 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import IO, Any, NoReturn, ParamSpec, TypeVar
+from typing import IO, Any, NoReturn, ParamSpec, TypeVar, TypeVarTuple
 
 import numpy as np
 import setproctitle
 import torch
 import torch.distributed as dist
 
-from torchopt_dist.launching._messages import Header, Raised, Returned, Running, StartWorkers, frame
+from torchopt_dist.launching._messages import Header, ToLauncher, frame
 from torchopt_dist.launching._packing import pack_failure, pack_value, unpack, unpack_task
 from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.process.liveness import note_ended
@@ -29,6 +29,7 @@ __all__ = ["asked_to_exit", "importing", "in_groups", "terminal", "work"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Told = TypeVarTuple("Told")
 
 NO_TERMINAL = (
     "`breakpoint()` in a worker needs the terminal in which the program was started, and {why}: "
@@ -77,15 +78,19 @@ def _in_rpc_group(func: Callable[..., T], on_loss: str, /, *args: Any, **kwargs:
     return value
 
 
-def work(rank: int, start: StartWorkers, *, stdout: int, stderr: int, report: int) -> NoReturn:
+def work(
+    rank: int, packed: bytes, own: dict[str, str], task: bytes, *, stdout: int, stderr: int, report: int
+) -> NoReturn:
     """Run the function, report its value or exception, and end as a Python program ends.
 
     Args:
         rank: the worker's rank.
-        start: the message with what all workers of the host get.
+        packed: the packed header.
+        own: the variables of this worker alone.
+        task: the packed function and its arguments.
         stdout: descriptor of the pipe for what the worker prints.
         stderr: the same for standard error.
-        report: descriptor of the pipe for frames of :class:`Running`, and then :class:`Returned` or :class:`Raised`.
+        report: descriptor of the pipe for frames of what it says to the launcher.
     """
     pid = os.getpid()
     _take_over_output(stdout, stderr)
@@ -94,26 +99,28 @@ def work(rank: int, start: StartWorkers, *, stdout: int, stderr: int, report: in
     code = 1
     try:
         try:
-            header: Header = unpack(start.header)
-            _take_over(header, start.env[rank])
+            header: Header = unpack(packed)
+            _take_over(header, own)
             _become_fresh(rank)
-            function, args, kwargs = unpack_task(start.task)
+            function, args, kwargs = unpack_task(task)
             header.settings.apply()  # now, since filters of warnings are of classes that have been imported
-            _report(report, Running())
+            _report(report, ToLauncher.running)
             value = function(*args, **kwargs)
         finally:  # what comes now ends by itself, and is not to be interrupted
             if signal.getsignal(INTERRUPT) is _interrupt:
                 signal.signal(INTERRUPT, _notice)
         if os.getpid() == pid:  # and not a process that the function has forked
-            _report(report, Returned(pack_value(value, rank)))
+            _report(report, ToLauncher.returned, pack_value(value, rank))
         code = 0
         del function, args, kwargs, value
     except BaseException as error:
         asked = asked_to_exit(error)
         code = 1 if asked is None else asked
-        if os.getpid() == pid:
+        if os.getpid() == pid and asked == 0:
+            _report(report, ToLauncher.returned, pack_value(None, rank))
+        elif os.getpid() == pid:
             text, failure = pack_failure(error)
-            _report(report, Raised(text, asked, pack_value(None, rank) if asked == 0 else failure))
+            _report(report, ToLauncher.raised, text, asked, failure)
     _leave(code)
 
 
@@ -181,9 +188,9 @@ def _become_fresh(rank: int) -> None:
     torch.seed()
 
 
-def _report(pipe: int, message: Running | Returned | Raised) -> None:
+def _report(pipe: int, message: Callable[[Any, Any, *Told], None], *args: *Told) -> None:
     with contextlib.suppress(OSError):  # the agent has ended, and soon so will this process
-        for part in frame(message):
+        for part in frame(message, *args):
             while part:
                 part = part[os.write(pipe, part) :]
 

@@ -23,7 +23,6 @@ from torchopt_dist.launching import _elastic as elastic
 from torchopt_dist.launching import _hosts as hosts
 from torchopt_dist.launching._attempt import Attempt
 from torchopt_dist.launching._machines import ThisMachine
-from torchopt_dist.launching._messages import Raised
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,14 +165,13 @@ def test_an_error_that_is_not_the_loss_of_a_host_is_the_end_though_a_host_is_los
         assert watch(tmp_path / "agent")
         raise ValueError("wrong")
 
-    note = Attempt._note_report
+    note = Attempt.raised
 
-    def kill_first(attempt, worker, report):
-        if isinstance(report, Raised):
-            os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
-        note(attempt, worker, report)
+    def kill_first(attempt, *said):
+        os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
+        note(attempt, *said)
 
-    monkeypatch.setattr(Attempt, "_note_report", kill_first)
+    monkeypatch.setattr(Attempt, "raised", kill_first)
     with pytest.raises(ValueError, match=r"^wrong$"):
         launch(main)
 
