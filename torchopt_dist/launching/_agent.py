@@ -187,7 +187,7 @@ class Agent(ToAgent):
 
     def start(
         self,
-        header: bytes,
+        settings: bytes,
         env: dict[int, dict[str, str]],
         cores: frozenset[int] | None,
         umask: int | None,
@@ -206,7 +206,7 @@ class Agent(ToAgent):
             listener = self._listeners.keep(store)
         try:
             for rank, own in env.items():
-                work = functools.partial(worker.work, rank, header, own, task)
+                work = functools.partial(worker.work, rank, settings, own, task)
                 self._fork(rank, work, listener)
         except OSError as error:  # there are too many files or processes
             self._tell(ToLauncher.not_started, error.errno or 0, str(error.strerror))

@@ -306,7 +306,8 @@ class Membership:
         machine, seconds = host.machine, min(self._plan.liveness.patience, LONGEST_WAIT)
         if machine.why_lost() is not None:
             return self._reach([machine.name])[machine.name]
-        with machine.connect(self._plan.setup(machine).env) as agent, contextlib.suppress(ConnectionError):
+        env = self._plan.settings_on(machine).env
+        with machine.connect(env) as agent, contextlib.suppress(ConnectionError):
             agent.settimeout(seconds)
             try:
                 agent.sendall(b"".join(frame(ToAgent.stop, 0.0)))

@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,9 +20,10 @@ from typing import Any
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launching._cluster import Host
 from torchopt_dist.launching._machines import Machine
-from torchopt_dist.launching._messages import Header, Listening, ToAgent
+from torchopt_dist.launching._messages import Listening, ToAgent
 from torchopt_dist.launching._packing import pack
 from torchopt_dist.launching._processes import KILL_SECONDS, umask
+from torchopt_dist.launching._settings import Settings, matching
 from torchopt_dist.launching._states import AgentHandle, AgentState, WorkerHandle
 from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.launching.logs import WorkerLogs
@@ -49,7 +50,8 @@ class Plan:
         begun: the time at which the launch began, by ``time.monotonic``.
         liveness: after how long a host or a worker that has not ended counts as lost.
         hosts: the hosts, with the number of workers on each.
-        setup: a function from a machine to what its workers get from the launcher.
+        settings: those of this process.
+        added: the variables that all workers get beside those of this process or of their machine.
         task: the packed function and its arguments.
         logs: takes the workers' output.
         run_id: a unique name of this launch.
@@ -59,10 +61,26 @@ class Plan:
     begun: float
     liveness: Liveness
     hosts: list[Host]
-    setup: Callable[[Machine], Header]
+    settings: Settings
+    added: Mapping[str, str]
     task: bytes
     logs: WorkerLogs
     run_id: str
+
+    def settings_on(self, machine: Machine) -> Settings:
+        """What workers on a machine get from this process."""
+        settings = self.settings
+        if not machine.here:
+            ours = [os.path.abspath(entry) for entry in settings.path]  # that of the script is the first
+            settings = replace(
+                settings,
+                env={**machine.env, **matching(self.options.copy_env, settings.env)},
+                path=list(dict.fromkeys([*ours[:1], *machine.path, *ours])),
+                terminal=None,
+            )
+        env = {**settings.env, **self.added}
+        env.pop("TODIST_INCARNATION", None)  # of a worker that launches itself
+        return replace(settings, env=env)
 
 
 class Agents:
@@ -81,7 +99,9 @@ class Agents:
     def __init__(self, plan: Plan, restarts: int, hear: Callable[[AgentHandle], None]) -> None:
         self._plan, self._restarts, self._hear = plan, restarts, hear
         self.master = ("", 0)
-        self._setups = {machine: plan.setup(machine) for machine in {host.machine for host in plan.hosts}}
+        self._settings = {
+            machine: plan.settings_on(machine) for machine in {host.machine for host in plan.hosts}
+        }
         self._agents: list[AgentHandle] = []
         self._selector = selectors.DefaultSelector()
         self.raised: Exception | None = None
@@ -99,7 +119,7 @@ class Agents:
         Raises:
             OSError: the system lets no process be started, or no file be opened.
         """
-        connection = host.machine.connect(self._setups[host.machine].env)
+        connection = host.machine.connect(self._settings[host.machine].env)
         agent = AgentHandle(host, connection, self._plan.logs, workers)
         self._agents.append(agent)
         self._selector.register(agent.stream, selectors.EVENT_READ, partial(self._hear, agent))
@@ -114,15 +134,15 @@ class Agents:
             store: the address at which this agent is to hold the store of the rendezvous; ``None``: it holds none.
         """
         here = agent.machine.here
-        header = pack(self._setups[agent.machine])
+        settings = pack(self._settings[agent.machine])
         env = {rank: self._variables(agent.host, worker) for rank, worker in agent.workers.items()}
         cores = frozenset(os.sched_getaffinity(0)) if here else None
         mask = umask() if here else None
-        agent.tell(ToAgent.start, header, env, cores, mask, store, self._plan.task)
+        agent.tell(ToAgent.start, settings, env, cores, mask, store, self._plan.task)
 
     def _variables(self, host: Host, worker: WorkerHandle) -> dict[str, str]:
         """The variables that torchrun would set for a worker."""
-        hosts, env, options = self._plan.hosts, self._setups[host.machine].env, self._plan.options
+        hosts, env, options = self._plan.hosts, self._settings[host.machine].env, self._plan.options
         world_size = sum(each.workers for each in hosts)
         variables = {
             "RANK": worker.rank,

@@ -15,13 +15,12 @@ import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from torchopt_dist.launching._settings import Settings
 from torchopt_dist.pickling.serialized_exception import SerializedException
 
-__all__ = ["FrameReader", "Header", "Listening", "Message", "Stream", "ToAgent", "ToLauncher", "frame"]
+__all__ = ["FrameReader", "Listening", "Message", "Stream", "ToAgent", "ToLauncher", "frame"]
 
 HEAD = struct.Struct("!IQ")
 CHUNK = 1 << 18
@@ -49,27 +48,6 @@ class Listening:
     """Why it does not listen."""
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a worker gets from the launcher before it unpickles its task."""
-
-    env: dict[str, str]
-    path: list[str]
-    """``sys.path``."""
-    argv: list[str]
-    """``sys.argv``."""
-    folder: str
-    """The working directory."""
-    settings: Settings
-    """The settings of the launcher's process."""
-    sources: dict[str, Any] = field(default_factory=dict)
-    """Code that is in no file, such as a notebook's cells: name → its entry in ``linecache``."""
-    terminal: str | None = None
-    """The name of the launcher's terminal, if that is on the same machine."""
-    importing: frozenset[str] = frozenset()
-    """The modules that were being imported when their top level launched, and those of the launches before."""
-
-
 class ToAgent(ABC):
     """What the launcher says to an agent."""
 
@@ -93,7 +71,7 @@ class ToAgent(ABC):
     @abstractmethod
     def start(
         self,
-        header: bytes,
+        settings: bytes,
         env: dict[int, dict[str, str]],
         cores: frozenset[int] | None,
         umask: int | None,
@@ -103,7 +81,7 @@ class ToAgent(ABC):
         """Fork all workers of the host.
 
         Args:
-            header: the packed :class:`Header`.
+            settings: the packed :class:`~torchopt_dist.launching._settings.Settings`.
             env: by the workers' ranks, the variables that are each worker's alone.
             cores: those that the workers may use; ``None`` means all that the agent may use.
             umask: the workers' mask for the modes of new files; ``None`` means the agent's.

@@ -17,15 +17,16 @@ import setproctitle
 import torch
 import torch.distributed as dist
 
-from torchopt_dist.launching._messages import Header, ToLauncher, frame
+from torchopt_dist.launching._messages import ToLauncher, frame
 from torchopt_dist.launching._packing import pack_failure, pack_value, unpack, unpack_task
+from torchopt_dist.launching._settings import Settings
 from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.process.liveness import note_ended
 from torchopt_dist.process.network import choose_interface
 from torchopt_dist.process.signals import INTERRUPT
 from torchopt_dist.torch_private import finish_interpreter, leave_finalizers
 
-__all__ = ["asked_to_exit", "importing", "in_groups", "terminal", "work"]
+__all__ = ["asked_to_exit", "importing", "in_groups", "work"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,7 +86,7 @@ def work(
 
     Args:
         rank: the worker's rank.
-        packed: the packed header.
+        packed: the packed settings.
         own: the variables of this worker alone.
         task: the packed function and its arguments.
         stdout: descriptor of the pipe for what the worker prints.
@@ -99,11 +100,11 @@ def work(
     code = 1
     try:
         try:
-            header: Header = unpack(packed)
-            _take_over(header, own)
+            settings: Settings = unpack(packed)
+            _take_over(settings, own)
             _become_fresh(rank)
             function, args, kwargs = unpack_task(task)
-            header.settings.apply()  # now, since filters of warnings are of classes that have been imported
+            settings.apply()  # now, since filters of warnings are of classes that have been imported
             _report(report, ToLauncher.running)
             value = function(*args, **kwargs)
         finally:  # what comes now ends by itself, and is not to be interrupted
@@ -153,22 +154,22 @@ def importing() -> frozenset[str]:
     return _importing
 
 
-def _take_over(header: Header, own: dict[str, str]) -> None:
+def _take_over(settings: Settings, own: dict[str, str]) -> None:
     """Take over the launcher's environment, path, arguments and folder.
 
     Args:
-        header: the values to take over.
+        settings: the values to take over.
         own: the variables of this worker alone.
     """
     global _importing
-    _importing = header.importing
+    _importing = settings.importing
     os.environ.clear()
-    os.environ.update({**header.env, **own})
-    sys.path[:] = header.path
-    sys.argv[:] = header.argv
-    linecache.cache.update(header.sources)
-    _install_breakpoint(header.terminal, int(own["RANK"]))
-    os.chdir(header.folder)
+    os.environ.update({**settings.env, **own})
+    sys.path[:] = settings.path
+    sys.argv[:] = settings.argv
+    linecache.cache.update(settings.sources)
+    _install_breakpoint(settings.terminal, int(own["RANK"]))
+    os.chdir(settings.folder)
     # Where torch's `record` writes an exception. What is raised here is sent, so the file needs no name.
     error_file = os.memfd_create("todist", os.MFD_CLOEXEC)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{error_file}"
@@ -226,13 +227,6 @@ def _leave(code: int) -> NoReturn:
 
 
 # The debugger.
-
-
-def terminal() -> str | None:
-    """The name of the terminal that this process reads from; ``None`` if it reads from something else."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        return os.ttyname(sys.stdin.fileno())
-    return None
 
 
 def _install_breakpoint(name: str | None, rank: int) -> None:
