@@ -1,7 +1,7 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-``_hosts.py`` has the streams to the agents, and ``_states.py`` what is known of agents and workers. Of several errors
-the likeliest cause is raised. Agents and workers have ended when :meth:`Attempt.run` returns or raises.
+``_hosts.py`` has what is known of agents, with the streams to them, and ``_states.py`` what is known of workers. Of
+several errors the likeliest cause is raised. Agents and workers have ended when :meth:`Attempt.run` returns or raises.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import select
 import socket
 import time
 from collections import defaultdict
@@ -17,11 +18,12 @@ from functools import partial
 from typing import Any, NoReturn, TypeVarTuple
 
 from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
-from torchopt_dist.launching._hosts import Agents, Plan, agree
+from torchopt_dist.launching._cluster import Host
+from torchopt_dist.launching._hosts import LONGEST_WAIT, AgentHandle, Plan, agree
 from torchopt_dist.launching._messages import ToLauncher
 from torchopt_dist.launching._packing import unpack_failure
+from torchopt_dist.launching._processes import KILL_SECONDS
 from torchopt_dist.launching._states import (
-    AgentHandle,
     AgentState,
     WorkerHandle,
     WorkerState,
@@ -39,6 +41,8 @@ LOST_SECONDS = 0.5
 """Seconds, after an agent has ended, in which it may become known that its machine is lost."""
 ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
 """Seconds that an error waits for another one that may be its cause: a broken connection, and an exit."""
+AGENT_SECONDS, KILLED_SECONDS = 2 + KILL_SECONDS, 1.0
+"""Seconds for an agent to end, in addition to those of its workers; and after it has been killed."""
 
 
 class StoppedError(Exception):
@@ -50,7 +54,6 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
 
     Args:
         plan: the launch.
-        restarts: how many attempts there have been before.
         stop: the attempt ends its workers when there is something to read from this socket.
 
     Attributes:
@@ -58,15 +61,19 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
         replaced: the ranks that were given to new processes → the errors of the earlier processes.
     """
 
-    def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
+    def __init__(self, plan: Plan, stop: socket.socket | None = None) -> None:
         self._plan, self._options, self._stop = plan, plan.options, stop
         self._is_stopped = self._is_ending = False
         self.lost: dict[str, str] = {}
         self.replaced: defaultdict[int, list[WorkerFailedError]] = defaultdict(list)
-        self._agents = Agents(plan, restarts, self._hear)
+        self._agents: list[AgentHandle] = []
+        self._master = ("", 0)
+        """Address and port at which the workers meet, once these are known."""
         self._workers: list[WorkerHandle] = []
         self._failures: list[tuple[float, float, Exception]] = []
         """Errors: seconds in which the cause of each may still become known, when these are over, the error."""
+        self._raised: Exception | None = None
+        """The first exception that a step of the end has raised."""
 
     def run(self) -> list[Any]:
         """The values of all ranks.
@@ -77,29 +84,31 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
         """
         grace = self._options.stop_timeout
         try:
-            if self._stop is not None:
-                self._agents.watch(self._stop, self._note_stop)
             for host in self._plan.hosts:
-                self._workers += self._agents.connect(host).workers.values()
-            first, *others = self._agents
-            self._agents.master = agree([first, *others], self._options.master_port, self._ask)
-            self._agents.start(first, store=self._agents.master[0])
-            for agent in others:
-                self._agents.start(agent)
+                self._workers += self._connect(host).workers.values()
+            self._master = agree(self._agents, self._options.master_port, self._ask)
+            for index, agent in enumerate(self._agents):
+                agent.start(self._master, store=None if index else self._master[0])
             while not self._all_returned:
                 self._turn()
             self._wait_for_exits()
             grace = 0.0
         finally:
             self._end(grace)
-        if self._agents.raised is not None:
-            raise self._agents.raised
+        if self._raised is not None:
+            raise self._raised
         return [worker.take_value() for worker in self._workers]
 
     @property
     def lost_workers(self) -> dict[int, WorkerFailedError | AgentFailedError]:
         """The ranks without which the others have gone on → how they were lost."""
         return {worker.rank: worker.lost for worker in self._workers if worker.lost is not None}
+
+    def _connect(self, host: Host, workers: Sequence[WorkerHandle] | None = None) -> AgentHandle:
+        """A new agent on a host, which is to look after these workers, or after all of the host."""
+        agent = AgentHandle(self._plan, host, workers)
+        self._agents.append(agent)
+        return agent
 
     # The loop.
 
@@ -121,11 +130,26 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
     def _turn(self, until: float = math.inf) -> None:
         """Handle the next events or the next deadline, whichever is first; return at ``until`` if neither comes."""
         until = min([until, *(moment for moment, _ in self._deadlines())])
-        for act in self._agents.ready(until - time.monotonic()):
+        for act in self._ready(until - time.monotonic()):
             act()
         for moment, act in self._deadlines():
             if moment <= time.monotonic():
                 act()
+
+    def _ready(self, seconds: float) -> list[Callable[[], object]]:
+        """What is to be done, since something can be read or sent; waits so many seconds for that."""
+        poll = select.poll()  # not `select`, which knows the first 1024 descriptors only
+        acts: dict[int, Callable[[], object]] = {}
+        for agent in self._agents:
+            if not agent.has_ended:
+                events = select.POLLIN | (select.POLLOUT if agent.stream.waits_to_send else 0)
+                poll.register(agent.stream, events)
+                acts[agent.stream.fileno()] = partial(self._hear, agent)
+        if self._stop is not None and not self._is_stopped and not self._is_ending:
+            poll.register(self._stop, select.POLLIN)
+            acts[self._stop.fileno()] = self._note_stop
+        milliseconds = math.ceil(max(min(seconds, LONGEST_WAIT), 0.0) * 1000)
+        return [acts[descriptor] for descriptor, _ in poll.poll(milliseconds)]
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
         """The deadlines, by ``time.monotonic``, each with what is done when it is reached."""
@@ -142,7 +166,7 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
             yield self._plan.begun + options.timeout, self._refuse_late_values
         for agent in self._agents:
             if not agent.has_ended:
-                yield self._agents.silent_at(agent), partial(self._give_up_agent, agent)
+                yield agent.silent_at, partial(self._give_up_agent, agent)
             for worker in agent.workers.values():
                 if worker.halted is not None and not worker.is_decided:
                     since, number = worker.halted
@@ -163,8 +187,7 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
     def _give_up_agent(self, agent: AgentHandle) -> None:
         """Kill an agent that gives no sign of life, unless its messages are there and were not read yet."""
         if not agent.stream.waits_to_be_read:
-            if agent.pid is not None:
-                agent.machine.kill(agent.pid)
+            agent.kill()
             seconds = self._plan.liveness.patience
             self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
 
@@ -201,10 +224,10 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
         worker.lose(error)
         self.replaced[worker.rank].append(error)
         if worker.incarnation:
-            self._agents.tell_to_stop(agent, 0.0)
+            agent.stop(0.0)
         new = self._workers[worker.rank] = worker.successor()
         try:
-            self._agents.start(self._agents.connect(agent.host, [new]))
+            self._connect(agent.host, [new]).start(self._master)
         except (OSError, InitializationError) as reason:
             self._fail(reason, 0.0, new)
 
@@ -215,8 +238,6 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
         self._failures.append((wait, time.monotonic() + wait, error))
 
     def _note_stop(self) -> None:
-        assert self._stop is not None
-        self._agents.unwatch(self._stop)
         self._is_stopped = True
         for agent in self._agents:
             self._hear(agent)  # its workers may have returned just now
@@ -317,7 +338,7 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
         workers = list(agent.workers.values())
         left = [worker for worker in workers if not worker.is_decided]
         was_working = agent.state is AgentState.WORKING
-        self._agents.drop(agent)
+        agent.note_end()
         if not was_working:
             return
         self.lost[agent.name] = f"its agent {how}"
@@ -333,17 +354,45 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
     # The end.
 
     def _end(self, grace: float) -> None:
-        """End everything, and write out the last lines."""
+        """End everything, and write out the last lines.
+
+        Args:
+            grace: seconds that workers have before they are killed.
+        """
         self._is_ending = True
         try:
-            if self._stop is not None:
-                self._agents.unwatch(self._stop)
-            for agent in self._agents.end(grace):
-                self.lost[agent.name] = "its agent did not end when it was told to"
+            for agent in self._agents:
+                if not agent.has_ended:
+                    agent.stop(grace)
+            self._wait_for_ends(grace + AGENT_SECONDS)
+            for agent in self._agents:
+                if not agent.has_ended:
+                    self.lost[agent.name] = "its agent did not end when it was told to"
+                    self._attempt(agent.kill)
+            self._wait_for_ends(KILLED_SECONDS)
             for worker in self._workers:
-                self._agents.attempt(worker.finish_lines)
+                self._attempt(worker.finish_lines)
         finally:
-            self._agents.close()
+            for agent in self._agents:
+                agent.stream.close()
+
+    def _attempt(self, step: Callable[[], object]) -> None:
+        """Take a step of the end; an exception, such as that of a handler of ``logging``, does not stop the end."""
+        try:
+            step()
+        except Exception as error:
+            self._raised = self._raised or error
+
+    def _wait_for_ends(self, seconds: float) -> None:
+        """Wait for the ends of all agents, but not for one that gives no sign of life."""
+        deadline = time.monotonic() + seconds
+        while waiting := [agent for agent in self._agents if not agent.has_ended]:
+            is_unread = any(agent.stream.waits_to_be_read for agent in waiting)
+            until = deadline if is_unread else min(deadline, max(agent.silent_at for agent in waiting))
+            if (left := until - time.monotonic()) <= 0:
+                return
+            for act in self._ready(left):
+                self._attempt(act)
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -141,7 +141,13 @@ def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start(env: Mapping[str, str]) -> _Server:
-    with socket.socket(socket.AF_UNIX) as listener:
+    import fcntl  # which only Unix has
+
+    with (
+        socket.socket(socket.AF_UNIX) as made,
+        # A number above those of the standard streams, which may be closed here and are others there.
+        socket.socket(fileno=fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 3)) as listener,
+    ):
         address = f"\0todist-{secrets.token_hex(16)}"
         listener.bind(address)
         listener.listen(BACKLOG)

@@ -1,4 +1,4 @@
-"""A plan with its hosts → a stream to an agent on each, the address at which all workers meet, and the agents' ends.
+"""A plan with its hosts → an agent on each, with the stream to it; and the address at which all workers meet.
 
 On one machine workers meet at the loopback address. Between machines the agent of the first host, which has rank 0,
 listens at all its addresses, an agent of each other machine tries which of them it reaches, and the first that all of
@@ -7,38 +7,36 @@ them reach is taken.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-import selectors
 import signal
-import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVarTuple
 
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launching._cluster import Host
 from torchopt_dist.launching._machines import Machine
-from torchopt_dist.launching._messages import Listening, ToAgent
+from torchopt_dist.launching._messages import Listening, Stream, ToAgent
 from torchopt_dist.launching._packing import pack
-from torchopt_dist.launching._processes import KILL_SECONDS, umask
+from torchopt_dist.launching._processes import umask
 from torchopt_dist.launching._settings import Settings, matching
-from torchopt_dist.launching._states import AgentHandle, AgentState, WorkerHandle
+from torchopt_dist.launching._states import AgentState, Stateful, WorkerHandle
 from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.launching.logs import WorkerLogs
 from torchopt_dist.launching.options import LaunchOptions
 from torchopt_dist.process.liveness import Liveness
 
-__all__ = ["LONGEST_WAIT", "Agents", "Plan", "agree"]
+__all__ = ["LONGEST_WAIT", "AgentHandle", "Plan", "agree"]
 
-AGENT_SECONDS, KILLED_SECONDS = 2 + KILL_SECONDS, 1.0
-"""Seconds for an agent to end, in addition to those of its workers; and after it has been killed."""
 SILENT_THERE = 1.5
 """The factor of the patience with agents on other machines: the loss of a whole machine is known before that."""
 LONGEST_WAIT = 86400.0
 """Seconds that one call waits, at most: the kernel's calls accept no more than 24 days."""
 REACH_SECONDS = 5.0
+
+Told = TypeVarTuple("Told")
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class Plan:
         task: the packed function and its arguments.
         logs: takes the workers' output.
         run_id: a unique name of this launch.
+        restarts: how many attempts there have been before the present one.
     """
 
     options: LaunchOptions
@@ -66,6 +65,7 @@ class Plan:
     task: bytes
     logs: WorkerLogs
     run_id: str
+    restarts: int = 0
 
     def settings_on(self, machine: Machine) -> Settings:
         """What workers on a machine get from this process."""
@@ -83,81 +83,90 @@ class Plan:
         return replace(settings, env=env)
 
 
-class Agents:
-    """The agents of one attempt.
+class AgentHandle(Stateful[AgentState]):
+    """What is known of an agent, and the stream to it.
 
     Args:
-        plan: what the launch is to do.
-        restarts: how many attempts there have been before.
-        hear: called with an agent when its stream can be read or written.
+        plan: the launch.
+        host: where a new agent is to be.
+        workers: those that it is to look after; ``None``: all of the host.
+
+    Raises:
+        OSError: the system lets no process be started, or no file be opened.
 
     Attributes:
-        master: address and port at which the workers meet, once these are known.
-        raised: the first exception that a step of the end has raised.
+        host: where it is.
+        name: the name of its host.
+        machine: the machine of its host.
+        stream: the stream to it.
+        workers: those that it looks after, by rank.
+        state: whether it looks after them.
+        pid: its process id, once it is known.
+        heard: the time of its last sign of life.
+        answer: its answer to the last question.
     """
 
-    def __init__(self, plan: Plan, restarts: int, hear: Callable[[AgentHandle], None]) -> None:
-        self._plan, self._restarts, self._hear = plan, restarts, hear
-        self.master = ("", 0)
-        self._settings = {
-            machine: plan.settings_on(machine) for machine in {host.machine for host in plan.hosts}
-        }
-        self._agents: list[AgentHandle] = []
-        self._selector = selectors.DefaultSelector()
-        self.raised: Exception | None = None
+    def __init__(self, plan: Plan, host: Host, workers: Sequence[WorkerHandle] | None = None) -> None:
+        self._plan, self._settings = plan, plan.settings_on(host.machine)
+        self.host, self.name, self.machine = host, host.name, host.machine
+        self.stream = Stream(host.machine.connect(self._settings.env))
+        if workers is None:
+            workers = [
+                WorkerHandle(host.first_rank + local_rank, local_rank, host.name, plan.logs)
+                for local_rank in range(host.workers)
+            ]
+        self.workers = {worker.rank: worker for worker in workers}
+        self.state = AgentState.WORKING
+        self.pid: int | None = None
+        self.heard = math.inf
+        self.answer: Any = None
+        self.tell(ToAgent.speak, plan.liveness.between_signs)
 
-    def __iter__(self) -> Iterator[AgentHandle]:
-        return iter(self._agents)
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, or counts as such."""
+        return self.state is AgentState.ENDED
 
-    def connect(self, host: Host, workers: Sequence[WorkerHandle] | None = None) -> AgentHandle:
-        """Connect to a new agent on a host.
+    @property
+    def silent_at(self) -> float:
+        """The time, by ``time.monotonic``, at which it is given up if it gives no sign of life until then."""
+        return self.heard + self._plan.liveness.patience * (1.0 if self.machine.here else SILENT_THERE)
+
+    def tell(self, message: Callable[[Any, *Told], None], *args: *Told) -> None:
+        """Send a message of :class:`ToAgent`. If the agent has ended, this is noticed when the stream is read."""
+        with contextlib.suppress(OSError):
+            self.stream.put(message, *args)
+
+    def start(self, master: tuple[str, int], store: str | None = None) -> None:
+        """Tell it to start its workers.
 
         Args:
-            host: the host.
-            workers: those that the agent is to look after; ``None``: all of the host.
-
-        Raises:
-            OSError: the system lets no process be started, or no file be opened.
-        """
-        connection = host.machine.connect(self._settings[host.machine].env)
-        agent = AgentHandle(host, connection, self._plan.logs, workers)
-        self._agents.append(agent)
-        self._selector.register(agent.stream, selectors.EVENT_READ, partial(self._hear, agent))
-        agent.tell(ToAgent.speak, self._plan.liveness.between_signs)
-        return agent
-
-    def start(self, agent: AgentHandle, store: str | None = None) -> None:
-        """Tell an agent to start its workers.
-
-        Args:
-            agent: the agent.
+            master: the address and the port at which the workers meet.
             store: the address at which this agent is to hold the store of the rendezvous; ``None``: it holds none.
         """
-        here = agent.machine.here
-        settings = pack(self._settings[agent.machine])
-        env = {rank: self._variables(agent.host, worker) for rank, worker in agent.workers.items()}
-        cores = frozenset(os.sched_getaffinity(0)) if here else None
-        mask = umask() if here else None
-        agent.tell(ToAgent.start, settings, env, cores, mask, store, self._plan.task)
+        env = {rank: self._variables(worker, master) for rank, worker in self.workers.items()}
+        cores = frozenset(os.sched_getaffinity(0)) if self.machine.here else None
+        mask = umask() if self.machine.here else None
+        self.tell(ToAgent.start, pack(self._settings), env, cores, mask, store, self._plan.task)
 
-    def _variables(self, host: Host, worker: WorkerHandle) -> dict[str, str]:
+    def _variables(self, worker: WorkerHandle, master: tuple[str, int]) -> dict[str, str]:
         """The variables that torchrun would set for a worker."""
-        hosts, env, options = self._plan.hosts, self._settings[host.machine].env, self._plan.options
+        hosts, env, options = self._plan.hosts, self._settings.env, self._plan.options
         world_size = sum(each.workers for each in hosts)
         variables = {
             "RANK": worker.rank,
             "LOCAL_RANK": worker.local_rank,
             "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": host.workers,
-            "GROUP_RANK": hosts.index(host),
+            "LOCAL_WORLD_SIZE": self.host.workers,
+            "GROUP_RANK": hosts.index(self.host),
             "GROUP_WORLD_SIZE": len(hosts),
             "ROLE_NAME": "default",
             "ROLE_RANK": worker.rank,
             "ROLE_WORLD_SIZE": world_size,
-            "MASTER_ADDR": self.master[0],
-            "MASTER_PORT": self.master[1],
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": master[1],
             "TORCHELASTIC_RUN_ID": self._plan.run_id,
-            "TORCHELASTIC_RESTART_COUNT": self._restarts,
+            "TORCHELASTIC_RESTART_COUNT": self._plan.restarts,
             "TORCHELASTIC_MAX_RESTARTS": options.max_restarts,
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
@@ -165,92 +174,33 @@ class Agents:
         }
         if options.on_loss == "replace":
             variables["TODIST_INCARNATION"] = worker.incarnation
-        if host.workers > 1 and "OMP_NUM_THREADS" not in env:
+        if self.host.workers > 1 and "OMP_NUM_THREADS" not in env:
             variables["OMP_NUM_THREADS"] = 1
         return {name: str(value) for name, value in variables.items()}
 
-    def watch(self, end: socket.socket, act: Callable[[], object]) -> None:
-        """Have :meth:`ready` return ``act`` when there is something to read from another socket, too."""
-        self._selector.register(end, selectors.EVENT_READ, act)
-
-    def unwatch(self, end: socket.socket) -> None:
-        """Watch such a socket no more, if it is watched."""
-        if end in self._selector.get_map():
-            self._selector.unregister(end)
-
-    def ready(self, seconds: float) -> list[Callable[[], object]]:
-        """The functions to call, since something can be read or sent; waits so many seconds for that."""
-        for agent in self._agents:
-            if not agent.has_ended:
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.stream.waits_to_send else 0)
-                self._selector.modify(agent.stream, events, partial(self._hear, agent))
-        return [key.data for key, _ in self._selector.select(min(seconds, LONGEST_WAIT))]
-
-    def silent_at(self, agent: AgentHandle) -> float:
-        """The time, by ``time.monotonic``, at which an agent is given up that gives no sign of life until then."""
-        return agent.heard + self._plan.liveness.patience * (1.0 if agent.machine.here else SILENT_THERE)
-
-    def drop(self, agent: AgentHandle) -> None:
-        """Note that an agent has ended, and its workers with it."""
-        agent.enter(AgentState.ENDED)
-        self._selector.unregister(agent.stream)
-        for worker in agent.workers.values():
-            worker.note_end(-signal.SIGKILL if worker.status is None else worker.status)
-
-    def tell_to_stop(self, agent: AgentHandle, grace: float) -> None:
-        """Tell an agent to end its workers and itself.
+    def stop(self, grace: float) -> None:
+        """Tell it to end its workers and itself.
 
         Args:
-            agent: the agent.
             grace: seconds that its workers have before they are killed.
         """
-        agent.enter(AgentState.STOPPING)
-        if agent.stream.waits_to_send:  # its task, so it has no workers; it ends with the stream
-            self.drop(agent)
-            agent.stream.close()
+        self.enter(AgentState.STOPPING)
+        if self.stream.waits_to_send:  # its task, so it has no workers; it ends with the stream
+            self.note_end()
+            self.stream.close()
         else:
-            agent.tell(ToAgent.stop, grace)
+            self.tell(ToAgent.stop, grace)
 
-    def end(self, grace: float) -> list[AgentHandle]:
-        """Have all agents end, and kill those that do not; returns these.
+    def kill(self) -> None:
+        """Kill it, if its process is known."""
+        if self.pid is not None:
+            self.machine.kill(self.pid)
 
-        Args:
-            grace: seconds that workers have before they are killed.
-        """
-        for agent in self._agents:
-            if not agent.has_ended:
-                self.tell_to_stop(agent, grace)
-        self._wait(grace + AGENT_SECONDS)
-        late = [agent for agent in self._agents if not agent.has_ended]
-        for agent in late:
-            if agent.pid is not None:
-                self.attempt(partial(agent.machine.kill, agent.pid))
-        self._wait(KILLED_SECONDS)
-        return late
-
-    def attempt(self, step: Callable[[], object]) -> None:
-        """Take a step of the end; an exception, such as that of a handler of ``logging``, does not stop the end."""
-        try:
-            step()
-        except Exception as error:
-            self.raised = self.raised or error
-
-    def close(self) -> None:
-        """Close all streams."""
-        self._selector.close()
-        for agent in self._agents:
-            agent.stream.close()
-
-    def _wait(self, seconds: float) -> None:
-        """Wait for the ends of all agents, but not for one that gives no sign of life."""
-        deadline = time.monotonic() + seconds
-        while waiting := [agent for agent in self._agents if not agent.has_ended]:
-            is_unread = any(agent.stream.waits_to_be_read for agent in waiting)
-            until = deadline if is_unread else min(deadline, max(map(self.silent_at, waiting)))
-            if (left := until - time.monotonic()) <= 0:
-                return
-            for act in self.ready(left):
-                self.attempt(act)
+    def note_end(self) -> None:
+        """It has ended, and its workers with it."""
+        self.enter(AgentState.ENDED)
+        for worker in self.workers.values():
+            worker.note_end(-signal.SIGKILL if worker.status is None else worker.status)
 
 
 # Where workers meet.

@@ -1,31 +1,26 @@
-"""What the launcher knows of workers, agents and hosts: their states, with one table of what follows what.
+"""States of workers, agents and hosts, with one table of what follows what; what the launcher knows of a worker.
 
 Messages of agents and workers change the states. Beside them there are the errors that say how workers failed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import math
 import re
-import socket
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, TypeVarTuple
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from torchopt_dist.errors import AgentFailedError, PeerFailedError, WorkerFailedError, WorkerLostError
-from torchopt_dist.launching._cluster import Host
-from torchopt_dist.launching._messages import FrameReader, Stream
+from torchopt_dist.launching._messages import FrameReader
 from torchopt_dist.launching._packing import unpack_value
 from torchopt_dist.launching._processes import signal_name
 from torchopt_dist.launching.logs import LEVELS, LineSplitter, WorkerLogs
 from torchopt_dist.pickling.serialized_exception import safe_repr
 
-__all__ = ["AgentHandle", "AgentState", "HostState", "WorkerHandle", "WorkerState", "may_be_an_echo"]
+__all__ = ["FOLLOWS", "AgentState", "HostState", "Stateful", "WorkerHandle", "WorkerState", "may_be_an_echo"]
 
 LINES_IN_MESSAGE, LONGEST_IN_MESSAGE = 10, 1000
 """The last lines of a log, and the first characters of each."""
@@ -84,7 +79,6 @@ FOLLOWS: dict[enum.Enum, tuple[enum.Enum, ...]] = {
 """State → those that may follow it."""
 
 StateT = TypeVar("StateT", bound=enum.Enum)
-Told = TypeVarTuple("Told")
 
 
 class Stateful(Generic[StateT]):
@@ -234,58 +228,6 @@ class WorkerHandle(Stateful[WorkerState]):
             signal=by_signal,
             log=log,
         )
-
-
-class AgentHandle(Stateful[AgentState]):
-    """What is known of an agent.
-
-    Args:
-        host: where it is.
-        connection: the socket to it.
-        logs: takes the lines of its workers.
-        workers: the workers that it is to start; ``None``: all of the host.
-
-    Attributes:
-        host: where it is.
-        name: the name of its host.
-        machine: the machine of its host.
-        stream: the stream to it.
-        workers: those of its host, by rank.
-        state: whether it looks after them.
-        pid: its process id, once it is known.
-        heard: the time of its last sign of life.
-        answer: its answer to the last question.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        connection: socket.socket,
-        logs: WorkerLogs,
-        workers: Sequence[WorkerHandle] | None = None,
-    ) -> None:
-        self.host, self.name, self.machine = host, host.name, host.machine
-        self.stream = Stream(connection)
-        if workers is None:
-            workers = [
-                WorkerHandle(host.first_rank + local_rank, local_rank, host.name, logs)
-                for local_rank in range(host.workers)
-            ]
-        self.workers = {worker.rank: worker for worker in workers}
-        self.state = AgentState.WORKING
-        self.pid: int | None = None
-        self.heard = math.inf
-        self.answer: Any = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has ended, or counts as such."""
-        return self.state is AgentState.ENDED
-
-    def tell(self, message: Callable[[Any, *Told], None], *args: *Told) -> None:
-        """Send a message of :class:`ToAgent`. If the agent has ended, this is noticed when the stream is read."""
-        with contextlib.suppress(OSError):
-            self.stream.put(message, *args)
 
 
 def may_be_an_echo(error: Exception) -> bool:
