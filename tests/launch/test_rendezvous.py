@@ -21,7 +21,8 @@ from torchopt_dist.launching import Launcher
 from torchopt_dist.launching import _store as store
 from torchopt_dist.launching._hosts import agree
 from torchopt_dist.launching._messages import Listening, ToAgent
-from torchopt_dist.launching._store import LOOPBACK, Listeners, store_at
+from torchopt_dist.launching._store import Listeners, store_at
+from torchopt_dist.process.network import LOOPBACK
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,7 +1,7 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-``_hosts.py`` has what is known of agents, with the streams to them, and ``_states.py`` what is known of workers. Of
-several errors the likeliest cause is raised. Agents and workers have ended when :meth:`Attempt.run` returns or raises.
+``_hosts.py`` has what is known of agents and workers. Of several errors the likeliest cause is raised. Agents and
+workers have ended when :meth:`Attempt.run` returns or raises.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import select
 import socket
 import time
@@ -17,26 +18,40 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVarTuple
 
-from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
+import torch.distributed as dist
+
+from torchopt_dist.errors import (
+    AgentFailedError,
+    CallTimeoutError,
+    InitializationError,
+    PeerFailedError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 from torchopt_dist.launching._cluster import Host
-from torchopt_dist.launching._hosts import LONGEST_WAIT, AgentHandle, Plan, agree
+from torchopt_dist.launching._hosts import (
+    LONGEST_WAIT,
+    AgentHandle,
+    AgentState,
+    Plan,
+    WorkerHandle,
+    WorkerState,
+    agree,
+)
 from torchopt_dist.launching._messages import ToLauncher
 from torchopt_dist.launching._packing import unpack_failure
 from torchopt_dist.launching._processes import KILL_SECONDS
-from torchopt_dist.launching._states import (
-    AgentState,
-    WorkerHandle,
-    WorkerState,
-    may_be_an_echo,
-)
-from torchopt_dist.pickling.serialized_exception import SerializedException
+from torchopt_dist.pickling.serialized_exception import SerializedException, safe_repr
 
-__all__ = ["Attempt", "StoppedError"]
+__all__ = ["Attempt", "StoppedError", "may_be_an_echo"]
 
 log = logging.getLogger(__package__)
 
 Told = TypeVarTuple("Told")
 
+BROKEN = re.compile(
+    "connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed", re.IGNORECASE
+)
 LOST_SECONDS = 0.5
 """Seconds, after an agent has ended, in which it may become known that its machine is lost."""
 ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
@@ -406,3 +421,10 @@ def _wait_after(status: int) -> float:
     one lets it end before it says how.
     """
     return ECHO_SECONDS if status == 1 else EXIT_SECONDS if status >= 0 else 0.0
+
+
+def may_be_an_echo(error: Exception) -> bool:
+    """Whether the error may be a consequence of another worker's: a connection was closed."""
+    if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(BROKEN.search(safe_repr(error, str)))

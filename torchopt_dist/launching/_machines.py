@@ -36,8 +36,8 @@ from torchopt_dist.launching._connections import (
 )
 from torchopt_dist.launching._forkserver import MARK, PROGRAM, versions
 from torchopt_dist.launching._settings import import_path, matching
-from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.process.liveness import Liveness
+from torchopt_dist.process.network import LOOPBACK
 
 __all__ = [
     "Machine",

@@ -20,11 +20,10 @@ import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launching._messages import Listening
-from torchopt_dist.process.network import check_loopback
+from torchopt_dist.process.network import LOOPBACK, check_loopback
 
-__all__ = ["LOOPBACK", "Listeners", "reach", "store_at"]
+__all__ = ["Listeners", "reach", "store_at"]
 
-LOOPBACK = "127.0.0.1"
 STORE_SECONDS = 60
 TOKEN_BYTES = 16
 TURN_SECONDS = 0.1

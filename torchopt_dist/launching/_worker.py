@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torchopt_dist.launching._messages import ToLauncher, frame
 from torchopt_dist.launching._packing import pack_failure, pack_value, unpack, unpack_task
 from torchopt_dist.launching._settings import Settings
-from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.process.liveness import note_ended
-from torchopt_dist.process.network import choose_interface
+from torchopt_dist.process.network import LOOPBACK, choose_interface
 from torchopt_dist.process.signals import INTERRUPT
 from torchopt_dist.torch_private import finish_interpreter, leave_finalizers
 
