@@ -12,12 +12,11 @@ import contextlib
 import functools
 import math
 import os
-import selectors
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVarTuple
 
@@ -70,13 +69,10 @@ class Agent(ToAgent):
 
     def __init__(self, connection: socket.socket, watched: list[int]) -> None:
         self._stream, self._peer = Stream(connection), watched[0]
-        self._selector = selectors.DefaultSelector()
-        self._pipes = selectors.EpollSelector()
-        """Watches the workers' pipes. The other selector watches this one, unless the stream is full."""
         self._woken, self._wake = processes.wake_on_children()
         opened = [processes.open_process(pid) for pid in watched]
-        self._watched = [descriptor for descriptor in opened if descriptor is not None]
-        self._launcher_has_ended = len(self._watched) < len(watched)
+        self._launcher_ends = [descriptor for descriptor in opened if descriptor is not None]
+        self._launcher_has_ended = len(self._launcher_ends) < len(watched)
         self._workers: list[_Worker] = []
         self._running: dict[int, _Worker] = {}
         """Those of them whose process has not ended, by that."""
@@ -93,34 +89,32 @@ class Agent(ToAgent):
         os.setsid()
         setproctitle.setproctitle(f"todist: agent of {self._peer}")
         processes.adopt_orphans()
-        self._watch(self._stream.fileno(), self._hear)
-        self._watch(self._woken, self._wake_up)
-        for descriptor in self._watched:
-            self._watch(descriptor, self._lose_launcher)
-        self._watch(self._pipes.fileno(), self._read_pipes)
         while self._grace is None and not self._launcher_has_ended:
             self._turn(self._between_signs)
         self._end(ORPHANED_GRACE if self._grace is None else self._grace)
 
     # The loop.
 
-    def _watch(self, descriptor: int, then: Callable[[], object]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, then)
-
     def _turn(self, seconds: float) -> None:
         """Handle the next events; wait for them so many seconds."""
         self._speak()
+        for act in processes.ready(self._watched(), seconds):
+            act()
+
+    def _watched(self) -> Iterator[tuple[int, bool, Callable[[], object]]]:
+        """What is watched, with what is done; workers' pipes are not while the launcher does not read."""
+        yield self._woken, False, self._wake_up
         if not self._launcher_has_ended:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._stream.waits_to_send else 0)
-            self._selector.modify(self._stream.fileno(), events, self._hear)
-        full = self._stream.is_full and not self._launcher_has_ended
-        if full is (self._pipes.fileno() in self._selector.get_map()):
-            if full:
-                self._selector.unregister(self._pipes.fileno())
-            else:
-                self._watch(self._pipes.fileno(), self._read_pipes)
-        for key, _ in self._selector.select(seconds):
-            key.data()
+            yield self._stream.fileno(), self._stream.waits_to_send, self._hear
+            for descriptor in self._launcher_ends:
+                yield descriptor, False, self._lose_launcher
+        if self._listeners is not None:
+            for listener in self._listeners:
+                yield listener.fileno(), False, functools.partial(self._listeners.greet, listener)
+        if self._launcher_has_ended or not self._stream.is_full:
+            for writer in self._workers:
+                for pipe in writer.pipes:
+                    yield pipe, False, functools.partial(self._read_in_order, pipe, writer)
 
     def _speak(self) -> None:
         """Give a sign of life, if it is time for one."""
@@ -147,11 +141,7 @@ class Agent(ToAgent):
             getattr(self, name)(*args)
 
     def _lose_launcher(self) -> None:
-        if not self._launcher_has_ended:
-            self._launcher_has_ended = True
-            self._selector.unregister(self._stream.fileno())
-            for descriptor in self._watched:
-                self._selector.unregister(descriptor)
+        self._launcher_has_ended = True
 
     def speak(self, seconds: float) -> None:
         """Give a sign of life as often as that from now on."""
@@ -170,8 +160,6 @@ class Agent(ToAgent):
         except InitializationError as error:
             self._tell(ToLauncher.answered, Listening({}, b"", str(error)))
             return
-        for listener in self._listeners:
-            self._watch(listener.fileno(), functools.partial(self._listeners.greet, listener))
         self._tell(ToLauncher.answered, self._listeners.where)
 
     def reach(self, where: Listening, seconds: float) -> None:
@@ -201,8 +189,6 @@ class Agent(ToAgent):
             os.umask(umask)
         listener = None
         if self._listeners is not None and store is not None:
-            for each in self._listeners:
-                self._selector.unregister(each.fileno())
             listener = self._listeners.keep(store)
         try:
             for rank, own in env.items():
@@ -248,7 +234,6 @@ class Agent(ToAgent):
         for reading, writing in ends.values():
             os.close(writing)
             os.set_blocking(reading, False)
-            self._pipes.register(reading, selectors.EVENT_READ, forked)
         self._workers.append(forked)
         self._running[pid] = forked
         self._tell(ToLauncher.started, rank, pid)
@@ -260,21 +245,18 @@ class Agent(ToAgent):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGINT and SIGTERM are the worker's own to set
         os.setsid()
         of_others = [pipe for forked in self._workers for pipe in forked.pipes]
-        for descriptor in (*not_for_it, *of_others, self._woken, self._wake, *self._watched):
+        for descriptor in (*not_for_it, *of_others, self._woken, self._wake, *self._launcher_ends):
             os.close(descriptor)
-        self._selector.close()
-        self._pipes.close()
         self._stream.close()
 
     # What workers write, and how they end.
 
-    def _read_pipes(self) -> None:
-        for key, _ in self._pipes.select(0):
-            writer: _Worker = key.data
-            if writer.pipes.get(key.fd) == "report":
-                self._drain(writer, but=key.fd)  # what it has printed comes before what it says of that
-            if key.fd in writer.pipes:
-                self._read(key.fd, writer)
+    def _read_in_order(self, pipe: int, writer: _Worker) -> None:
+        """Forward a chunk; what a worker has printed comes before what it reports of that."""
+        if writer.pipes.get(pipe) == "report":
+            self._drain(writer, but=pipe)
+        if pipe in writer.pipes:  # and was not closed since this turn began
+            self._read(pipe, writer)
 
     def _read(self, pipe: int, writer: _Worker) -> bool:
         """Forward a chunk of what has been written into a pipe; returns whether there was any."""
@@ -285,7 +267,6 @@ class Agent(ToAgent):
         if data:
             self._tell(ToLauncher.written, writer.rank, writer.pipes[pipe], data)
             return True
-        self._pipes.unregister(pipe)
         os.close(pipe)
         del writer.pipes[pipe]
         return False

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import re
-import select
 import socket
 import time
 from collections import defaultdict
@@ -30,7 +29,6 @@ from torchopt_dist.errors import (
 )
 from torchopt_dist.launching._cluster import Host
 from torchopt_dist.launching._hosts import (
-    LONGEST_WAIT,
     AgentHandle,
     AgentState,
     Plan,
@@ -40,7 +38,7 @@ from torchopt_dist.launching._hosts import (
 )
 from torchopt_dist.launching._messages import ToLauncher
 from torchopt_dist.launching._packing import unpack_failure
-from torchopt_dist.launching._processes import KILL_SECONDS
+from torchopt_dist.launching._processes import KILL_SECONDS, ready
 from torchopt_dist.pickling.serialized_exception import SerializedException, safe_repr
 
 __all__ = ["Attempt", "StoppedError", "may_be_an_echo"]
@@ -145,26 +143,19 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
     def _turn(self, until: float = math.inf) -> None:
         """Handle the next events or the next deadline, whichever is first; return at ``until`` if neither comes."""
         until = min([until, *(moment for moment, _ in self._deadlines())])
-        for act in self._ready(until - time.monotonic()):
+        for act in ready(self._watched(), until - time.monotonic()):
             act()
         for moment, act in self._deadlines():
             if moment <= time.monotonic():
                 act()
 
-    def _ready(self, seconds: float) -> list[Callable[[], object]]:
-        """What is to be done, since something can be read or sent; waits so many seconds for that."""
-        poll = select.poll()  # not `select`, which knows the first 1024 descriptors only
-        acts: dict[int, Callable[[], object]] = {}
+    def _watched(self) -> Iterator[tuple[int, bool, Callable[[], object]]]:
+        """What is watched for :func:`ready`, with what is done when it can be read or sent."""
         for agent in self._agents:
             if not agent.has_ended:
-                events = select.POLLIN | (select.POLLOUT if agent.stream.waits_to_send else 0)
-                poll.register(agent.stream, events)
-                acts[agent.stream.fileno()] = partial(self._hear, agent)
+                yield agent.stream.fileno(), agent.stream.waits_to_send, partial(self._hear, agent)
         if self._stop is not None and not self._is_stopped and not self._is_ending:
-            poll.register(self._stop, select.POLLIN)
-            acts[self._stop.fileno()] = self._note_stop
-        milliseconds = math.ceil(max(min(seconds, LONGEST_WAIT), 0.0) * 1000)
-        return [acts[descriptor] for descriptor, _ in poll.poll(milliseconds)]
+            yield self._stop.fileno(), False, self._note_stop
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
         """The deadlines, by ``time.monotonic``, each with what is done when it is reached."""
@@ -406,7 +397,7 @@ class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
             until = deadline if is_unread else min(deadline, max(agent.silent_at for agent in waiting))
             if (left := until - time.monotonic()) <= 0:
                 return
-            for act in self._ready(left):
+            for act in ready(self._watched(), left):
                 self._attempt(act)
 
 

@@ -27,9 +27,10 @@ from torchopt_dist.errors import (
 )
 from torchopt_dist.launching._attempt import Attempt, StoppedError, may_be_an_echo
 from torchopt_dist.launching._cluster import Host, Reach
-from torchopt_dist.launching._hosts import LONGEST_WAIT, HostState, Plan, Stateful
+from torchopt_dist.launching._hosts import HostState, Plan, Stateful
 from torchopt_dist.launching._machines import Machine
 from torchopt_dist.launching._messages import ToAgent, frame
+from torchopt_dist.launching._processes import LONGEST_WAIT
 from torchopt_dist.launching.result import LaunchResult
 from torchopt_dist.pickling.serialized_exception import safe_repr
 

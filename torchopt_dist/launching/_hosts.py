@@ -33,7 +33,6 @@ from torchopt_dist.process.network import LOOPBACK
 
 __all__ = [
     "FOLLOWS",
-    "LONGEST_WAIT",
     "AgentHandle",
     "AgentState",
     "HostState",
@@ -46,8 +45,6 @@ __all__ = [
 
 SILENT_THERE = 1.5
 """The factor of the patience with agents on other machines: the loss of a whole machine is known before that."""
-LONGEST_WAIT = 86400.0
-"""Seconds that one call waits, at most: the kernel's calls accept no more than 24 days."""
 REACH_SECONDS = 5.0
 
 LINES_IN_MESSAGE, LONGEST_IN_MESSAGE = 10, 1000
