@@ -63,9 +63,9 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResu
     """
     failures, most = 0, plan.options.max_restarts
     for restarts in itertools.count():
-        plan = dataclasses.replace(plan, restarts=restarts)
+        hosts = plan.hosts if membership is None else membership.next_hosts()
+        plan = dataclasses.replace(plan, hosts=hosts, restarts=restarts)
         if membership is not None:
-            plan = dataclasses.replace(plan, hosts=membership.next_hosts())
             workers = sum(host.workers for host in plan.hosts)
             log.info("world %d: %d hosts, %d workers", restarts, len(plan.hosts), workers)
         plan.logs.forget_tails()
