@@ -9,9 +9,9 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
-    "files": 415,
-    "classes": 540,
-    "lines of code": 40_100,
+    "files": 414,
+    "classes": 524,
+    "lines of code": 40_020,
     "files that use private names of torch": 100,
 }
 LONGEST = 575

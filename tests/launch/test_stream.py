@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
@@ -10,6 +11,7 @@ import threading
 import pytest
 
 from torchopt_dist.launching._messages import FULL, FrameReader, Stream, ToAgent, ToLauncher, frame
+from torchopt_dist.launching._processes import ready
 from torchopt_dist.pickling.serialized_exception import SerializedException
 
 pytestmark = pytest.mark.timeout(60)
@@ -115,3 +117,18 @@ def test_the_bytes_of_a_message_are_not_copied_before_they_are_sent():
     data = bytes(1 << 20)
     _, of_bytes = frame(ToLauncher.written, 0, "stdout", data)
     assert of_bytes.obj is data
+
+
+def test_what_is_ready_is_what_can_be_read_or_is_to_be_written():
+    (reading, writing), (silent, other) = os.pipe(), os.pipe()
+    try:
+        watched = [(reading, False, "read"), (silent, False, "silent"), (writing, True, "write")]
+        assert ready(watched, math.inf) == ["write"]
+        assert ready(watched[:2], 0.001) == ready(watched[:2], -1.0) == []
+        os.write(writing, b"x")
+        assert ready(watched, math.inf) == ["read", "write"]
+        os.close(other)
+        assert ready(watched[1:2], math.inf) == ["silent"]  # its end can be read
+    finally:
+        for descriptor in (reading, writing, silent):
+            os.close(descriptor)

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import secrets
-import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
 from torchopt_dist.launching._messages import Listening
+from torchopt_dist.launching._processes import ready
 from torchopt_dist.process.network import LOOPBACK, check_loopback
 
 __all__ = ["Listeners", "reach", "store_at"]
@@ -108,25 +108,26 @@ def reach(where: Listening, seconds: float, goes_on: Callable[[], bool]) -> froz
         seconds: how long to try.
         goes_on: called repeatedly; returns whether to continue.
     """
-    reached = set()
-    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+    reached: set[str] = set()
+    callers: dict[socket.socket, tuple[str, bytearray]] = {}
+    with contextlib.ExitStack() as opened:
         for address, port in where.ports.items():
             with contextlib.suppress(OSError):  # the address is of a kind that this machine has not
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 caller = opened.enter_context(socket.socket(family))
                 caller.setblocking(False)
                 caller.connect_ex((address, port))
-                selector.register(caller, selectors.EVENT_READ, (caller, address, bytearray()))
+                callers[caller] = address, bytearray()
         until = time.monotonic() + seconds
-        while selector.get_map() and (left := until - time.monotonic()) > 0 and goes_on():
-            for key, _ in selector.select(min(left, TURN_SECONDS)):
-                caller, address, received = key.data
+        while callers and (left := until - time.monotonic()) > 0 and goes_on():
+            for caller in ready([(each.fileno(), False, each) for each in callers], min(left, TURN_SECONDS)):
+                address, received = callers[caller]
                 more = b""
                 with contextlib.suppress(OSError):
                     more = caller.recv(TOKEN_BYTES)
                 received += more
                 if not more or len(received) >= TOKEN_BYTES:
-                    selector.unregister(caller)
+                    del callers[caller]
                     if received == where.token:
                         reached.add(address)
     return frozenset(reached)
