@@ -9,10 +9,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
-    "files": 415,
-    "classes": 540,
-    "lines of code": 40_125,
-    "files that use private names of torch": 100,
+    "files": 413,
+    "classes": 524,
+    "lines of code": 40_075,
+    "files that use private names of torch": 99,
 }
 LONGEST = 575
 """Lines of a module, which is read in one sitting."""

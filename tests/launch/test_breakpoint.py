@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import ON_TWO
 from tests.waits import wait_until
-from torchopt_dist.launching import launcher
+from torchopt_dist.launching import _settings as settings
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,7 +23,7 @@ def stops() -> int:
 
 def test_each_rank_is_debugged_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = pty.openpty()
-    monkeypatch.setattr(launcher, "terminal", lambda: os.ttyname(there))
+    monkeypatch.setattr(settings, "terminal", lambda: os.ttyname(there))
     os.write(here, b"!found = 40 + found\nc\n" * 2)
     try:
         assert ON_TWO.run(stops).results == {"localhost": [41, 41]}
@@ -44,10 +44,10 @@ def test_each_rank_is_debugged_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_terminal_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "terminal", lambda: None)
+    monkeypatch.setattr(settings, "terminal", lambda: None)
     with pytest.raises(RuntimeError, match=r"needs the terminal .*: call the function in your own process"):
         ON_TWO.run(stops)
-    monkeypatch.setattr(launcher, "terminal", lambda: "/dev/no-terminal")
+    monkeypatch.setattr(settings, "terminal", lambda: "/dev/no-terminal")
     with pytest.raises(
         RuntimeError, match=r"/dev/no-terminal cannot be opened \(No such file or directory\)"
     ):
@@ -60,10 +60,8 @@ def test_a_debugger_of_the_user_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_terminal_is_none_where_standard_input_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchopt_dist.launching._worker import terminal
-
     monkeypatch.setattr("sys.stdin", None)
-    assert terminal() is None
+    assert settings.terminal() is None
     with open(os.devnull, encoding="utf-8") as null:
         monkeypatch.setattr("sys.stdin", null)
-        assert terminal() is None
+        assert settings.terminal() is None

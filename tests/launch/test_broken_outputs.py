@@ -109,11 +109,12 @@ def test_a_program_whose_output_goes_to_head_goes_on_in_peace():
     assert "Logging error" not in said
 
 
-def test_a_program_without_standard_output_can_launch():
+@pytest.mark.parametrize("closed", [(1,), (0, 1)])
+def test_a_program_without_standard_streams_can_launch(closed):
     code = (
         "import os, sys\n"
         "from torchopt_dist.launching import launch\n"
-        "os.close(1)\n"
+        f"for number in {closed}:\n    os.close(number)\n"
         "sys.stdout = None  # as where Python starts without this descriptor, so that a socket may have its number\n"
         "print(launch(lambda: print('line') or 5, nproc_per_host=1, log_dir=None).rank(0), file=sys.stderr)\n"
     )

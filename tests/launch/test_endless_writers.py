@@ -19,7 +19,7 @@ from tests.launch.sshd import NEEDS_SSHD
 from tests.processes import ON_TWO
 from tests.waits import say, soon, watch
 from torchopt_dist.launching._connections import carry, in_loop, log_in
-from torchopt_dist.launching._states import WorkerHandle
+from torchopt_dist.launching._hosts import WorkerHandle
 from torchopt_dist.launching.logs import WorkerLogs
 
 pytestmark = pytest.mark.timeout(60)

@@ -21,7 +21,7 @@ from tests.processes import ON_TWO, start_python
 from torchopt_dist.launching import Launcher
 from torchopt_dist.launching import _cluster as cluster
 from torchopt_dist.launching import _forkserver as forkserver
-from torchopt_dist.launching._messages import Alive, Stream
+from torchopt_dist.launching._messages import Stream
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,9 +47,9 @@ def test_a_connection_is_an_agent_that_gives_signs_of_life_and_its_end_is_the_ag
     deadline = time.monotonic() + 20
     while pid is None:
         assert time.monotonic() < deadline
-        for message in stream.receive() or ():
-            assert isinstance(message, Alive)
-            pid = message.pid
+        for name, args in stream.receive() or ():
+            assert name == "alive"
+            (pid,) = args
     assert forkserver_of(pid) == forkserver._server.process.pid
     stream.close()
     assert_gone([pid])
@@ -157,7 +157,8 @@ def forks_agents():
         reader = FrameReader()
         while not (heard := reader.feed(caller.recv(100))):
             pass
-        return psutil.Process(heard[0].pid).ppid()
+        _, (pid,) = heard[0]
+        return psutil.Process(pid).ppid()
 
 with socket.socket(socket.AF_UNIX) as listener:
     listener.bind(f"{chr(0)}todist-succession-{os.getpid()}")

@@ -20,8 +20,9 @@ from tests.processes import ON_TWO, free_port
 from torchopt_dist.launching import Launcher
 from torchopt_dist.launching import _store as store
 from torchopt_dist.launching._hosts import agree
-from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
-from torchopt_dist.launching._store import LOOPBACK, Listeners, store_at
+from torchopt_dist.launching._messages import Listening, ToAgent
+from torchopt_dist.launching._store import Listeners, store_at
+from torchopt_dist.process.network import LOOPBACK
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,17 +48,18 @@ class Fake:
         self.name, self.reaches = name, reaches
         self.machine = Place(here, address, launcher_address)
 
-    def answer(self, question):
-        if isinstance(question, Listen):
-            self.listeners = Listeners(question)
+    def answer(self, question, *args):
+        if question is ToAgent.listen:
+            self.listeners = Listeners(*args)
             return self.listeners.where
-        assert len(question.where.token) == 16
-        return Reached(frozenset(question.where.ports) & frozenset(self.reaches))
+        where, _ = args
+        assert len(where.token) == 16
+        return frozenset(where.ports) & frozenset(self.reaches)
 
 
 def meet(agents, port=0):
-    def ask(asked, question):
-        return [agent.answer(question) for agent in asked]
+    def ask(asked, question, *args):
+        return [agent.answer(question, *args) for agent in asked]
 
     try:
         return agree(agents, port, ask)
@@ -132,7 +134,7 @@ def test_a_taken_port_is_an_error_that_says_where():
         rule = rf"`master_port` must be free on 127\.0\.0\.1, or 0 for any free port, got {port}: Address already"
         for everywhere in (False, True):
             with pytest.raises(todist.errors.InitializationError, match=rule):
-                Listeners(Listen(port, everywhere))
+                Listeners(port, everywhere)
 
 
 def listens(address, port):
@@ -148,7 +150,7 @@ def test_a_port_that_is_taken_at_another_address_is_taken():
     with socket.create_server(("127.0.0.3", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(todist.errors.InitializationError, match=rf"free on 127\.0\.0\.3, .* got {port}"):
-            Listeners(Listen(port, True))
+            Listeners(port, True)
         assert not any(listens(address, port) for address in ("127.0.0.1", "127.0.0.2", "127.0.0.4"))
 
 
@@ -156,7 +158,7 @@ def test_an_address_that_is_not_ready_is_left_out(monkeypatch):
     """As one of IPv6 is in its first second."""
     monkeypatch.setattr(store, "_own_addresses", lambda: [LOOPBACK, "192.0.2.77", "127.0.0.2"])
     for port in (0, free_port()):
-        with contextlib.closing(Listeners(Listen(port, True))) as listeners:
+        with contextlib.closing(Listeners(port, True)) as listeners:
             assert list(listeners.where.ports) == [LOOPBACK, "127.0.0.2"]
             assert port == 0 or set(listeners.where.ports.values()) == {port}
 
@@ -174,7 +176,7 @@ def test_own_addresses_are_those_of_interfaces_that_are_up(monkeypatch):
 
 def test_a_store_is_held_at_one_of_the_addresses_and_nothing_of_it_is_kept():
     def hold():
-        listeners = Listeners(Listen(0, True))
+        listeners = Listeners(0, True)
         others = list(listeners.where.ports.items())
         address, port = others.pop(2)
         held = store_at(listeners.keep(address))
@@ -197,7 +199,7 @@ class Greeting:
     """Listeners that greet, in a thread."""
 
     def __enter__(self):
-        self.listeners = Listeners(Listen(0, True))
+        self.listeners = Listeners(0, True)
         self.where = self.listeners.where
         self._threads = [
             threading.Thread(target=self._greet, args=(each,), daemon=True) for each in self.listeners
@@ -222,7 +224,7 @@ class Greeting:
 
 def reach(ports, token=b"t" * 16, seconds=1.0):
     start = time.monotonic()
-    found = store.reach(Reach(Listening(ports, token), seconds), lambda: True).addresses
+    found = store.reach(Listening(ports, token), seconds, lambda: True)
     assert time.monotonic() - start < seconds + 2.0
     return found
 

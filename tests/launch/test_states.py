@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import torchopt_dist as todist
-from torchopt_dist.launching._states import FOLLOWS, AgentState, HostState, WorkerHandle, WorkerState
+from torchopt_dist.launching._hosts import FOLLOWS, AgentState, HostState, WorkerHandle, WorkerState
 from torchopt_dist.launching.logs import WorkerLogs
 
 FIRST = {WorkerState: WorkerState.REQUESTED, AgentState: AgentState.WORKING, HostState: HostState.SPARE}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import socket
@@ -9,7 +10,8 @@ import threading
 
 import pytest
 
-from torchopt_dist.launching._messages import FULL, Alive, FrameReader, Output, Raised, Stop, Stream, frame
+from torchopt_dist.launching._messages import FULL, FrameReader, Stream, ToAgent, ToLauncher, frame
+from torchopt_dist.launching._processes import ready
 from torchopt_dist.pickling.serialized_exception import SerializedException
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,14 +36,14 @@ def all_of(stream, number):
 def test_messages_come_in_order(pair):
     ours, theirs = pair
     said = [
-        Alive(7),
-        Output(1, "stdout", b"line\n"),
-        Stop(1e20),
-        Raised(SerializedException.told("text", "trace"), 3, b"x" * 9),
+        (ToLauncher.alive, 7),
+        (ToLauncher.written, 1, "stdout", b"line\n"),
+        (ToAgent.stop, 1e20),
+        (ToLauncher.raised, SerializedException.told("text", "trace"), 3, b"x" * 9),
     ]
-    for message in said:
-        ours.put(message)
-    assert all_of(theirs, 4) == said
+    for message, *args in said:
+        ours.put(message, *args)
+    assert all_of(theirs, 4) == [(message.__name__, tuple(args)) for message, *args in said]
     assert theirs.receive() is None
 
 
@@ -50,34 +52,34 @@ def test_messages_come_in_order(pair):
 )
 def test_the_pieces_in_which_bytes_come_make_no_difference(seed):
     chance = random.Random(seed)
-    said = [Output(rank, "stderr", chance.randbytes(chance.choice([0, 1, 100, 70_000]))) for rank in range(9)]
-    data = b"".join(part for message in said for part in frame(message))
+    said = [(rank, "stderr", chance.randbytes(chance.choice([0, 1, 100, 70_000]))) for rank in range(9)]
+    data = b"".join(part for args in said for part in frame(ToLauncher.written, *args))
     reader, found = FrameReader(), []
     while data:
         size = chance.choice([1, 5, 11, 12, 13, 1000, 100_000])
         found += reader.feed(data[:size])
         data = data[size:]
-    assert found == said
+    assert found == [("written", args) for args in said]
 
 
 def test_the_end_is_told_after_all_that_was_sent(pair):
     ours, theirs = pair
-    ours.put(Alive(1))
-    ours.put(Output(0, "report", b"x" * 1000))
+    ours.put(ToLauncher.alive, 1)
+    ours.put(ToLauncher.written, 0, "report", b"x" * 1000)
     ours.close()
     assert theirs.waits_to_be_read
     assert len(all_of(theirs, 2)) == 2
     with pytest.raises(EOFError):
         theirs.receive()
     with pytest.raises(OSError, match=r"closed|Broken pipe|reset"):
-        theirs.put(Alive(2))
+        theirs.put(ToLauncher.alive, 2)
 
 
 def test_nobody_waits_for_one_who_does_not_read_and_a_stream_tells_that_it_is_full(pair):
     ours, theirs = pair
     large = os.urandom(3 << 20)
-    ours.put(Output(0, "stdout", large))
-    ours.put(Alive(3))
+    ours.put(ToLauncher.written, 0, "stdout", large)
+    ours.put(ToLauncher.alive, 3)
     assert ours.is_full
     assert ours.waits_to_send
     ours.send_all(0.01)  # is over when its time is
@@ -86,7 +88,7 @@ def test_nobody_waits_for_one_who_does_not_read_and_a_stream_tells_that_it_is_fu
     while len(found) < 2:
         found += theirs.receive() or []
         ours.send()
-    assert found == [Output(0, "stdout", large), Alive(3)]
+    assert found == [("written", (0, "stdout", large)), ("alive", (3,))]
     assert not ours.waits_to_send
     assert not ours.is_full
 
@@ -94,24 +96,39 @@ def test_nobody_waits_for_one_who_does_not_read_and_a_stream_tells_that_it_is_fu
 def test_a_stream_is_full_only_when_more_waits_than_it_should(pair):
     ours, _ = pair
     while not ours.waits_to_send:
-        ours.put(Output(0, "stdout", bytes(1000)))
+        ours.put(ToLauncher.written, 0, "stdout", bytes(1000))
     assert not ours.is_full
-    ours.put(Output(0, "stdout", bytes(FULL)))
+    ours.put(ToLauncher.written, 0, "stdout", bytes(FULL))
     assert ours.is_full
 
 
 def test_all_is_sent_as_soon_as_the_other_end_takes_it(pair):
     ours, theirs = pair
-    ours.put(Output(0, "stdout", bytes(10 << 20)))
+    ours.put(ToLauncher.written, 0, "stdout", bytes(10 << 20))
     found = []
     reader = threading.Thread(target=lambda: found.extend(all_of(theirs, 1)))
     reader.start()
     ours.send_all(30)
     reader.join(30)
-    assert found == [Output(0, "stdout", bytes(10 << 20))]
+    assert found == [("written", (0, "stdout", bytes(10 << 20)))]
 
 
 def test_the_bytes_of_a_message_are_not_copied_before_they_are_sent():
     data = bytes(1 << 20)
-    _, of_bytes = frame(Output(0, "stdout", data))
+    _, of_bytes = frame(ToLauncher.written, 0, "stdout", data)
     assert of_bytes.obj is data
+
+
+def test_what_is_ready_is_what_can_be_read_or_is_to_be_written():
+    (reading, writing), (silent, other) = os.pipe(), os.pipe()
+    try:
+        watched = [(reading, False, "read"), (silent, False, "silent"), (writing, True, "write")]
+        assert ready(watched, math.inf) == ["write"]
+        assert ready(watched[:2], 0.001) == ready(watched[:2], -1.0) == []
+        os.write(writing, b"x")
+        assert ready(watched, math.inf) == ["read", "write"]
+        os.close(other)
+        assert ready(watched[1:2], math.inf) == ["silent"]  # its end can be read
+    finally:
+        for descriptor in (reading, writing, silent):
+            os.close(descriptor)

@@ -12,27 +12,27 @@ import contextlib
 import functools
 import math
 import os
-import selectors
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVarTuple
 
 import setproctitle
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching import _messages as messages
 from torchopt_dist.launching import _processes as processes
 from torchopt_dist.launching import _store as store
 from torchopt_dist.launching import _worker as worker
-from torchopt_dist.launching._messages import Stream
+from torchopt_dist.launching._messages import Listening, Stream, ToAgent, ToLauncher
 from torchopt_dist.process.out_of_memory import out_of_memory_kills
 from torchopt_dist.process.signals import INTERRUPT
 
 __all__ = ["Agent"]
+
+Told = TypeVarTuple("Told")
 
 CHUNK = 1 << 16
 ALIVE_SECONDS = 1.0
@@ -58,7 +58,7 @@ class _Worker:
     pipes: dict[int, str]
 
 
-class Agent:
+class Agent(ToAgent):
     """Looks after the workers of one host in one launch.
 
     Args:
@@ -69,13 +69,10 @@ class Agent:
 
     def __init__(self, connection: socket.socket, watched: list[int]) -> None:
         self._stream, self._peer = Stream(connection), watched[0]
-        self._selector = selectors.DefaultSelector()
-        self._pipes = selectors.EpollSelector()
-        """Watches the workers' pipes. The other selector watches this one, unless the stream is full."""
         self._woken, self._wake = processes.wake_on_children()
         opened = [processes.open_process(pid) for pid in watched]
-        self._watched = [descriptor for descriptor in opened if descriptor is not None]
-        self._launcher_has_ended = len(self._watched) < len(watched)
+        self._launcher_ends = [descriptor for descriptor in opened if descriptor is not None]
+        self._launcher_has_ended = len(self._launcher_ends) < len(watched)
         self._workers: list[_Worker] = []
         self._running: dict[int, _Worker] = {}
         """Those of them whose process has not ended, by that."""
@@ -92,46 +89,44 @@ class Agent:
         os.setsid()
         setproctitle.setproctitle(f"todist: agent of {self._peer}")
         processes.adopt_orphans()
-        self._watch(self._stream.fileno(), self._hear)
-        self._watch(self._woken, self._wake_up)
-        for descriptor in self._watched:
-            self._watch(descriptor, self._lose_launcher)
-        self._watch(self._pipes.fileno(), self._read_pipes)
         while self._grace is None and not self._launcher_has_ended:
             self._turn(self._between_signs)
         self._end(ORPHANED_GRACE if self._grace is None else self._grace)
 
     # The loop.
 
-    def _watch(self, descriptor: int, then: Callable[[], object]) -> None:
-        self._selector.register(descriptor, selectors.EVENT_READ, then)
-
     def _turn(self, seconds: float) -> None:
         """Handle the next events; wait for them so many seconds."""
         self._speak()
+        for act in processes.ready(self._watched(), seconds):
+            act()
+
+    def _watched(self) -> Iterator[tuple[int, bool, Callable[[], object]]]:
+        """What is watched, with what is done; workers' pipes are not while the launcher does not read."""
+        yield self._woken, False, self._wake_up
         if not self._launcher_has_ended:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._stream.waits_to_send else 0)
-            self._selector.modify(self._stream.fileno(), events, self._hear)
-        full = self._stream.is_full and not self._launcher_has_ended
-        if full is (self._pipes.fileno() in self._selector.get_map()):
-            if full:
-                self._selector.unregister(self._pipes.fileno())
-            else:
-                self._watch(self._pipes.fileno(), self._read_pipes)
-        for key, _ in self._selector.select(seconds):
-            key.data()
+            yield self._stream.fileno(), self._stream.waits_to_send, self._hear
+            for descriptor in self._launcher_ends:
+                yield descriptor, False, self._lose_launcher
+        if self._listeners is not None:
+            for listener in self._listeners:
+                yield listener.fileno(), False, functools.partial(self._listeners.greet, listener)
+        if self._launcher_has_ended or not self._stream.is_full:
+            for writer in self._workers:
+                for pipe in writer.pipes:
+                    yield pipe, False, functools.partial(self._read_in_order, pipe, writer)
 
     def _speak(self) -> None:
         """Give a sign of life, if it is time for one."""
         now = time.monotonic()
         if now - self._spoke_at >= self._between_signs and not self._stream.waits_to_send:
             self._spoke_at = now
-            self._tell(messages.Alive(os.getpid()))
+            self._tell(ToLauncher.alive, os.getpid())
 
-    def _tell(self, message: object) -> None:
+    def _tell(self, message: Callable[[Any, Any, *Told], None], *args: *Told) -> None:
         if not self._launcher_has_ended:
             try:
-                self._stream.put(message)
+                self._stream.put(message, *args)
             except OSError:
                 self._lose_launcher()
 
@@ -142,35 +137,34 @@ class Agent:
         except (EOFError, OSError):
             self._lose_launcher()
             return
-        for message in received or ():
-            if isinstance(message, messages.StartWorkers):
-                self._start(message)
-            elif isinstance(message, messages.Speak):
-                self._between_signs = message.seconds
-            elif isinstance(message, messages.Stop):
-                self._grace = message.grace
-            elif isinstance(message, messages.Listen):
-                self._tell(self._listen(message))
-            elif isinstance(message, messages.Reach):
-                self._tell(store.reach(message, self._goes_on))
+        for name, args in received or ():
+            getattr(self, name)(*args)
 
     def _lose_launcher(self) -> None:
-        if not self._launcher_has_ended:
-            self._launcher_has_ended = True
-            self._selector.unregister(self._stream.fileno())
-            for descriptor in self._watched:
-                self._selector.unregister(descriptor)
+        self._launcher_has_ended = True
+
+    def speak(self, seconds: float) -> None:
+        """Give a sign of life as often as that from now on."""
+        self._between_signs = seconds
+
+    def stop(self, grace: float) -> None:
+        """Leave the loop, to end."""
+        self._grace = grace
 
     # The rendezvous.
 
-    def _listen(self, question: messages.Listen) -> messages.Listening:
+    def listen(self, port: int, everywhere: bool) -> None:
+        """Listen until the workers start, and say where."""
         try:
-            self._listeners = store.Listeners(question)
+            self._listeners = store.Listeners(port, everywhere)
         except InitializationError as error:
-            return messages.Listening({}, b"", str(error))
-        for listener in self._listeners:
-            self._watch(listener.fileno(), functools.partial(self._listeners.greet, listener))
-        return self._listeners.where
+            self._tell(ToLauncher.answered, Listening({}, b"", str(error)))
+            return
+        self._tell(ToLauncher.answered, self._listeners.where)
+
+    def reach(self, where: Listening, seconds: float) -> None:
+        """Say which addresses can be reached."""
+        self._tell(ToLauncher.answered, store.reach(where, seconds, self._goes_on))
 
     def _goes_on(self) -> bool:
         """Handle all else that has happened; returns whether the launcher is still there."""
@@ -179,21 +173,29 @@ class Agent:
 
     # Starts of workers.
 
-    def _start(self, message: messages.StartWorkers) -> None:
-        if message.cores is not None:
-            os.sched_setaffinity(0, message.cores)
-        if message.umask is not None:
-            os.umask(message.umask)
+    def start(
+        self,
+        settings: bytes,
+        env: dict[int, dict[str, str]],
+        cores: frozenset[int] | None,
+        umask: int | None,
+        store: str | None,
+        task: bytes,
+    ) -> None:
+        """Fork the workers, then make the store."""
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        if umask is not None:
+            os.umask(umask)
         listener = None
-        if self._listeners is not None and message.store is not None:
-            for each in self._listeners:
-                self._selector.unregister(each.fileno())
-            listener = self._listeners.keep(message.store)
+        if self._listeners is not None and store is not None:
+            listener = self._listeners.keep(store)
         try:
-            for rank in message.env:
-                self._fork(rank, message, listener)
+            for rank, own in env.items():
+                work = functools.partial(worker.work, rank, settings, own, task)
+                self._fork(rank, work, listener)
         except OSError as error:  # there are too many files or processes
-            self._tell(messages.NotStarted(error.errno or 0, str(error.strerror)))
+            self._tell(ToLauncher.not_started, error.errno or 0, str(error.strerror))
             return
         if listener is not None:  # now, since no process should be forked from one that has threads
             threading.Thread(
@@ -208,7 +210,7 @@ class Agent:
             self._store = error
             os.write(self._wake, b"\0")
 
-    def _fork(self, rank: int, message: messages.StartWorkers, listener: socket.socket | None) -> None:
+    def _fork(self, rank: int, work: Callable[..., NoReturn], listener: socket.socket | None) -> None:
         ends: dict[str, tuple[int, int]] = {}
         agent = os.getpid()
         try:
@@ -225,17 +227,16 @@ class Agent:
                 self._become_worker(agent, [pair[0] for pair in ends.values()])
                 if listener is not None:
                     listener.close()
-                worker.work(rank, message, **{name: pair[1] for name, pair in ends.items()})
+                work(**{name: pair[1] for name, pair in ends.items()})
             finally:
                 os._exit(1)
         forked = _Worker(rank, {reading: name for name, (reading, _) in ends.items()})
         for reading, writing in ends.values():
             os.close(writing)
             os.set_blocking(reading, False)
-            self._pipes.register(reading, selectors.EVENT_READ, forked)
         self._workers.append(forked)
         self._running[pid] = forked
-        self._tell(messages.Started(rank, pid))
+        self._tell(ToLauncher.started, rank, pid)
 
     def _become_worker(self, agent: int, not_for_it: list[int]) -> None:
         """In a process that has just been forked: close everything that belongs to the agent."""
@@ -244,21 +245,18 @@ class Agent:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # SIGINT and SIGTERM are the worker's own to set
         os.setsid()
         of_others = [pipe for forked in self._workers for pipe in forked.pipes]
-        for descriptor in (*not_for_it, *of_others, self._woken, self._wake, *self._watched):
+        for descriptor in (*not_for_it, *of_others, self._woken, self._wake, *self._launcher_ends):
             os.close(descriptor)
-        self._selector.close()
-        self._pipes.close()
         self._stream.close()
 
     # What workers write, and how they end.
 
-    def _read_pipes(self) -> None:
-        for key, _ in self._pipes.select(0):
-            writer: _Worker = key.data
-            if writer.pipes.get(key.fd) == "report":
-                self._drain(writer, but=key.fd)  # what it has printed comes before what it says of that
-            if key.fd in writer.pipes:
-                self._read(key.fd, writer)
+    def _read_in_order(self, pipe: int, writer: _Worker) -> None:
+        """Forward a chunk; what a worker has printed comes before what it reports of that."""
+        if writer.pipes.get(pipe) == "report":
+            self._drain(writer, but=pipe)
+        if pipe in writer.pipes:  # and was not closed since this turn began
+            self._read(pipe, writer)
 
     def _read(self, pipe: int, writer: _Worker) -> bool:
         """Forward a chunk of what has been written into a pipe; returns whether there was any."""
@@ -267,9 +265,8 @@ class Agent:
         except BlockingIOError:
             return False
         if data:
-            self._tell(messages.Output(writer.rank, writer.pipes[pipe], data))
+            self._tell(ToLauncher.written, writer.rank, writer.pipes[pipe], data)
             return True
-        self._pipes.unregister(pipe)
         os.close(pipe)
         del writer.pipes[pipe]
         return False
@@ -294,7 +291,7 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 1 << 12)
         if isinstance(self._store, RuntimeError):
-            self._tell(messages.NotStarted(0, str(self._store)))
+            self._tell(ToLauncher.not_started, 0, str(self._store))
             self._store = None
         for pid, status in processes.reap(os.WUNTRACED | os.WCONTINUED):
             changed = self._running.get(pid)
@@ -302,14 +299,14 @@ class Agent:
                 continue  # what a worker has started, and has not waited for
             self._drain(changed)
             if os.WIFSTOPPED(status):
-                self._tell(messages.Halted(changed.rank, os.WSTOPSIG(status)))
+                self._tell(ToLauncher.halted, changed.rank, os.WSTOPSIG(status))
             elif os.WIFCONTINUED(status):
-                self._tell(messages.Halted(changed.rank, None))
+                self._tell(ToLauncher.halted, changed.rank, None)
             else:
                 del self._running[pid]
                 killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
                 oom = killed and out_of_memory_kills() > self._kills_before
-                self._tell(messages.Exited(changed.rank, os.waitstatus_to_exitcode(status), oom))
+                self._tell(ToLauncher.exited, changed.rank, os.waitstatus_to_exitcode(status), oom)
 
     def _end(self, grace: float) -> None:
         """End the workers, and then kill all descendants of this process that are left.

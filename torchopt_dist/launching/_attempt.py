@@ -1,7 +1,7 @@
 """A plan → the values that all workers return, or the error that ended them: the launcher's side of one attempt.
 
-``_hosts.py`` has the streams to the agents, and ``_states.py`` what is known of agents and workers. Of several errors
-the likeliest cause is raised. Agents and workers have ended when :meth:`Attempt.run` returns or raises.
+``_hosts.py`` has what is known of agents and workers. Of several errors the likeliest cause is raised. Agents and
+workers have ended when :meth:`Attempt.run` returns or raises.
 """
 
 from __future__ import annotations
@@ -9,45 +9,64 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVarTuple
 
-from torchopt_dist.errors import AgentFailedError, CallTimeoutError, InitializationError, WorkerFailedError
-from torchopt_dist.launching import _messages as messages
-from torchopt_dist.launching._hosts import Agents, Plan, agree
-from torchopt_dist.launching._packing import unpack_failure
-from torchopt_dist.launching._states import (
+import torch.distributed as dist
+
+from torchopt_dist.errors import (
+    AgentFailedError,
+    CallTimeoutError,
+    InitializationError,
+    PeerFailedError,
+    WorkerFailedError,
+    WorkerLostError,
+)
+from torchopt_dist.launching._cluster import Host
+from torchopt_dist.launching._hosts import (
     AgentHandle,
     AgentState,
+    Plan,
     WorkerHandle,
     WorkerState,
-    may_be_an_echo,
+    agree,
 )
+from torchopt_dist.launching._messages import ToLauncher
+from torchopt_dist.launching._packing import unpack_failure
+from torchopt_dist.launching._processes import KILL_SECONDS, ready
+from torchopt_dist.pickling.serialized_exception import SerializedException, safe_repr
 
-__all__ = ["Attempt", "StoppedError"]
+__all__ = ["Attempt", "StoppedError", "may_be_an_echo"]
 
 log = logging.getLogger(__package__)
 
+Told = TypeVarTuple("Told")
+
+BROKEN = re.compile(
+    "connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed", re.IGNORECASE
+)
 LOST_SECONDS = 0.5
 """Seconds, after an agent has ended, in which it may become known that its machine is lost."""
 ECHO_SECONDS, EXIT_SECONDS = 1.0, 0.25
 """Seconds that an error waits for another one that may be its cause: a broken connection, and an exit."""
+AGENT_SECONDS, KILLED_SECONDS = 2 + KILL_SECONDS, 1.0
+"""Seconds for an agent to end, in addition to those of its workers; and after it has been killed."""
 
 
 class StoppedError(Exception):
     """Raised by an attempt that was told to stop before all functions had returned."""
 
 
-class Attempt:
+class Attempt(ToLauncher[AgentHandle, WorkerHandle]):
     """One attempt to run a task on all workers.
 
     Args:
         plan: the launch.
-        restarts: how many attempts there have been before.
         stop: the attempt ends its workers when there is something to read from this socket.
 
     Attributes:
@@ -55,15 +74,19 @@ class Attempt:
         replaced: the ranks that were given to new processes → the errors of the earlier processes.
     """
 
-    def __init__(self, plan: Plan, restarts: int = 0, stop: socket.socket | None = None) -> None:
+    def __init__(self, plan: Plan, stop: socket.socket | None = None) -> None:
         self._plan, self._options, self._stop = plan, plan.options, stop
         self._is_stopped = self._is_ending = False
         self.lost: dict[str, str] = {}
         self.replaced: defaultdict[int, list[WorkerFailedError]] = defaultdict(list)
-        self._agents = Agents(plan, restarts, self._hear)
+        self._agents: list[AgentHandle] = []
+        self._master = ("", 0)
+        """Address and port at which the workers meet, once these are known."""
         self._workers: list[WorkerHandle] = []
         self._failures: list[tuple[float, float, Exception]] = []
         """Errors: seconds in which the cause of each may still become known, when these are over, the error."""
+        self._raised: Exception | None = None
+        """The first exception that a step of the end has raised."""
 
     def run(self) -> list[Any]:
         """The values of all ranks.
@@ -74,23 +97,19 @@ class Attempt:
         """
         grace = self._options.stop_timeout
         try:
-            if self._stop is not None:
-                self._agents.watch(self._stop, self._note_stop)
             for host in self._plan.hosts:
-                self._workers += self._agents.connect(host).workers.values()
-            first, *others = self._agents
-            self._agents.master = agree([first, *others], self._options.master_port, self._ask)
-            self._agents.start(first, store=self._agents.master[0])
-            for agent in others:
-                self._agents.start(agent)
+                self._workers += self._connect(host).workers.values()
+            self._master = agree(self._agents, self._options.master_port, self._ask)
+            for index, agent in enumerate(self._agents):
+                agent.start(self._master, store=None if index else self._master[0])
             while not self._all_returned:
                 self._turn()
             self._wait_for_exits()
             grace = 0.0
         finally:
             self._end(grace)
-        if self._agents.raised is not None:
-            raise self._agents.raised
+        if self._raised is not None:
+            raise self._raised
         return [worker.take_value() for worker in self._workers]
 
     @property
@@ -98,13 +117,21 @@ class Attempt:
         """The ranks without which the others have gone on → how they were lost."""
         return {worker.rank: worker.lost for worker in self._workers if worker.lost is not None}
 
+    def _connect(self, host: Host, workers: Sequence[WorkerHandle] | None = None) -> AgentHandle:
+        """A new agent on a host, which is to look after these workers, or after all of the host."""
+        agent = AgentHandle(self._plan, host, workers)
+        self._agents.append(agent)
+        return agent
+
     # The loop.
 
-    def _ask(self, agents: Sequence[AgentHandle], question: object) -> list[Any]:
+    def _ask(
+        self, agents: Sequence[AgentHandle], question: Callable[[Any, *Told], None], *args: *Told
+    ) -> list[Any]:
         """The answers of agents to a question."""
         for agent in agents:
             agent.answer = None
-            agent.tell(question)
+            agent.tell(question, *args)
         while any(agent.answer is None for agent in agents):
             self._turn()
         return [agent.answer for agent in agents]
@@ -116,11 +143,19 @@ class Attempt:
     def _turn(self, until: float = math.inf) -> None:
         """Handle the next events or the next deadline, whichever is first; return at ``until`` if neither comes."""
         until = min([until, *(moment for moment, _ in self._deadlines())])
-        for act in self._agents.ready(until - time.monotonic()):
+        for act in ready(self._watched(), until - time.monotonic()):
             act()
         for moment, act in self._deadlines():
             if moment <= time.monotonic():
                 act()
+
+    def _watched(self) -> Iterator[tuple[int, bool, Callable[[], object]]]:
+        """What is watched for :func:`ready`, with what is done when it can be read or sent."""
+        for agent in self._agents:
+            if not agent.has_ended:
+                yield agent.stream.fileno(), agent.stream.waits_to_send, partial(self._hear, agent)
+        if self._stop is not None and not self._is_stopped and not self._is_ending:
+            yield self._stop.fileno(), False, self._note_stop
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], object]]]:
         """The deadlines, by ``time.monotonic``, each with what is done when it is reached."""
@@ -137,7 +172,7 @@ class Attempt:
             yield self._plan.begun + options.timeout, self._refuse_late_values
         for agent in self._agents:
             if not agent.has_ended:
-                yield self._agents.silent_at(agent), partial(self._give_up_agent, agent)
+                yield agent.silent_at, partial(self._give_up_agent, agent)
             for worker in agent.workers.values():
                 if worker.halted is not None and not worker.is_decided:
                     since, number = worker.halted
@@ -158,8 +193,7 @@ class Attempt:
     def _give_up_agent(self, agent: AgentHandle) -> None:
         """Kill an agent that gives no sign of life, unless its messages are there and were not read yet."""
         if not agent.stream.waits_to_be_read:
-            if agent.pid is not None:
-                agent.machine.kill(agent.pid)
+            agent.kill()
             seconds = self._plan.liveness.patience
             self._agent_ended(agent, f"gave no sign of life for {seconds:g} s, and was killed")
 
@@ -196,10 +230,10 @@ class Attempt:
         worker.lose(error)
         self.replaced[worker.rank].append(error)
         if worker.incarnation:
-            self._agents.tell_to_stop(agent, 0.0)
+            agent.stop(0.0)
         new = self._workers[worker.rank] = worker.successor()
         try:
-            self._agents.start(self._agents.connect(agent.host, [new]))
+            self._connect(agent.host, [new]).start(self._master)
         except (OSError, InitializationError) as reason:
             self._fail(reason, 0.0, new)
 
@@ -210,8 +244,6 @@ class Attempt:
         self._failures.append((wait, time.monotonic() + wait, error))
 
     def _note_stop(self) -> None:
-        assert self._stop is not None
-        self._agents.unwatch(self._stop)
         self._is_stopped = True
         for agent in self._agents:
             self._hear(agent)  # its workers may have returned just now
@@ -244,59 +276,75 @@ class Attempt:
             return
         if received is not None:
             agent.heard = time.monotonic()
-            for message in received:
-                self._note(agent, message)
+            for name, args in received:
+                getattr(self, name)(agent, *args)
 
-    def _note(self, agent: AgentHandle, message: Any) -> None:
-        if isinstance(message, messages.Alive):
-            agent.pid = message.pid
-        elif isinstance(message, (messages.Listening, messages.Reached)):
-            agent.answer = message
-        elif isinstance(message, messages.NotStarted):
-            reason = f"no more workers can be started on {agent.name}: {message.reason}"
-            self._fail(OSError(message.number, reason), 0.0)
-        elif isinstance(message, messages.Output):
-            worker = agent.workers[message.rank]
-            if message.into == "report":
-                for report in worker.report.feed(message.data):
-                    self._note_report(worker, report)
-            else:
-                worker.lines[message.into].feed(message.data)
-        elif isinstance(message, messages.Started):
-            worker = agent.workers[message.rank]
-            worker.enter(WorkerState.STARTED)
-            worker.pid = message.pid
-        elif isinstance(message, messages.Halted):
-            halted = None if message.signal is None else (time.monotonic(), message.signal)
-            agent.workers[message.rank].halted = halted
-        elif isinstance(message, messages.Exited):
-            worker = agent.workers[message.rank]
-            worker.note_end(message.status)
-            if not worker.is_decided:
-                error = worker.death(message.status, out_of_memory=message.out_of_memory)
-                if self._may_be_replaced(worker):
-                    self._replace(agent, worker, error)
-                else:
-                    self._lose(error, _wait_after(message.status), worker)
+    def alive(self, agent: AgentHandle, pid: int) -> None:
+        """An agent is at work."""
+        agent.pid = pid
 
-    def _note_report(self, worker: WorkerHandle, report: Any) -> None:
-        if isinstance(report, messages.Running):
-            worker.enter(WorkerState.RUNNING)
-        elif isinstance(report, messages.Returned):
-            worker.give_value(report.value)
-        elif report.exit_code == 0 and not self._is_ending:  # who is told to stop may end so, too
-            worker.give_value(report.failure)
-        elif report.exit_code is not None:
-            self._fail(worker.death(report.exit_code, asked=True), EXIT_SECONDS, worker)
+    def answered(self, agent: AgentHandle, answer: Any) -> None:
+        """An agent answers."""
+        agent.answer = answer
+
+    def not_started(self, agent: AgentHandle, number: int, reason: str) -> None:
+        """The work is over, since an agent cannot start its workers."""
+        self._fail(OSError(number, f"no more workers can be started on {agent.name}: {reason}"), 0.0)
+
+    def started(self, agent: AgentHandle, rank: int, pid: int) -> None:
+        """A worker has a process."""
+        worker = agent.workers[rank]
+        worker.enter(WorkerState.STARTED)
+        worker.pid = pid
+
+    def written(self, agent: AgentHandle, rank: int, into: str, data: bytes) -> None:
+        """A worker has written lines, or says something itself."""
+        worker = agent.workers[rank]
+        if into != "report":
+            worker.lines[into].feed(data)
+            return
+        for name, args in worker.report.feed(data):
+            getattr(self, name)(worker, *args)
+
+    def running(self, worker: WorkerHandle) -> None:
+        """A worker has reached its function."""
+        worker.enter(WorkerState.RUNNING)
+
+    def returned(self, worker: WorkerHandle, value: bytes) -> None:
+        """A worker's function has returned."""
+        worker.give_value(value)
+
+    def raised(
+        self, worker: WorkerHandle, text: SerializedException, exit_code: int | None, failure: bytes
+    ) -> None:
+        """A worker's function has raised, perhaps since another worker has failed."""
+        if exit_code is not None:
+            self._fail(worker.death(exit_code, asked=True), EXIT_SECONDS, worker)
+            return
+        error = unpack_failure(text, failure, str(worker))
+        self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
+
+    def halted(self, agent: AgentHandle, rank: int, by_signal: int | None) -> None:
+        """A worker is stopped from now on, or no more."""
+        agent.workers[rank].halted = None if by_signal is None else (time.monotonic(), by_signal)
+
+    def exited(self, agent: AgentHandle, rank: int, status: int, out_of_memory: bool) -> None:
+        """A worker has ended: it gets a new process, the others go on without it, or this is a failure."""
+        worker = agent.workers[rank]
+        worker.note_end(status)
+        if worker.is_decided:
+            return
+        error = worker.death(status, out_of_memory=out_of_memory)
+        if self._may_be_replaced(worker):
+            self._replace(agent, worker, error)
         else:
-            error = unpack_failure(report.text, report.failure, str(worker))
-            self._fail(error, ECHO_SECONDS if may_be_an_echo(error) else 0.0, worker)
+            self._lose(error, _wait_after(status), worker)
 
     def _agent_ended(self, agent: AgentHandle, how: str) -> None:
         workers = list(agent.workers.values())
         left = [worker for worker in workers if not worker.is_decided]
         was_working = agent.state is AgentState.WORKING
-        self._agents.drop(agent)
+        agent.note_end()
         if not was_working:
             return
         self.lost[agent.name] = f"its agent {how}"
@@ -312,17 +360,45 @@ class Attempt:
     # The end.
 
     def _end(self, grace: float) -> None:
-        """End everything, and write out the last lines."""
+        """End everything, and write out the last lines.
+
+        Args:
+            grace: seconds that workers have before they are killed.
+        """
         self._is_ending = True
         try:
-            if self._stop is not None:
-                self._agents.unwatch(self._stop)
-            for agent in self._agents.end(grace):
-                self.lost[agent.name] = "its agent did not end when it was told to"
+            for agent in self._agents:
+                if not agent.has_ended:
+                    agent.stop(grace)
+            self._wait_for_ends(grace + AGENT_SECONDS)
+            for agent in self._agents:
+                if not agent.has_ended:
+                    self.lost[agent.name] = "its agent did not end when it was told to"
+                    self._attempt(agent.kill)
+            self._wait_for_ends(KILLED_SECONDS)
             for worker in self._workers:
-                self._agents.attempt(worker.finish_lines)
+                self._attempt(worker.finish_lines)
         finally:
-            self._agents.close()
+            for agent in self._agents:
+                agent.stream.close()
+
+    def _attempt(self, step: Callable[[], object]) -> None:
+        """Take a step of the end; an exception, such as that of a handler of ``logging``, does not stop the end."""
+        try:
+            step()
+        except Exception as error:
+            self._raised = self._raised or error
+
+    def _wait_for_ends(self, seconds: float) -> None:
+        """Wait for the ends of all agents, but not for one that gives no sign of life."""
+        deadline = time.monotonic() + seconds
+        while waiting := [agent for agent in self._agents if not agent.has_ended]:
+            is_unread = any(agent.stream.waits_to_be_read for agent in waiting)
+            until = deadline if is_unread else min(deadline, max(agent.silent_at for agent in waiting))
+            if (left := until - time.monotonic()) <= 0:
+                return
+            for act in ready(self._watched(), left):
+                self._attempt(act)
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -336,3 +412,10 @@ def _wait_after(status: int) -> float:
     one lets it end before it says how.
     """
     return ECHO_SECONDS if status == 1 else EXIT_SECONDS if status >= 0 else 0.0
+
+
+def may_be_an_echo(error: Exception) -> bool:
+    """Whether the error may be a consequence of another worker's: a connection was closed."""
+    if isinstance(error, (PeerFailedError, WorkerLostError, ConnectionError, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(BROKEN.search(safe_repr(error, str)))

@@ -25,12 +25,12 @@ from torchopt_dist.errors import (
     RemoteError,
     WorkerFailedError,
 )
-from torchopt_dist.launching._attempt import Attempt, StoppedError
+from torchopt_dist.launching._attempt import Attempt, StoppedError, may_be_an_echo
 from torchopt_dist.launching._cluster import Host, Reach
-from torchopt_dist.launching._hosts import LONGEST_WAIT, Plan
+from torchopt_dist.launching._hosts import HostState, Plan, Stateful
 from torchopt_dist.launching._machines import Machine
-from torchopt_dist.launching._messages import Stop, frame
-from torchopt_dist.launching._states import HostState, Stateful, may_be_an_echo
+from torchopt_dist.launching._messages import ToAgent, frame
+from torchopt_dist.launching._processes import LONGEST_WAIT
 from torchopt_dist.launching.result import LaunchResult
 from torchopt_dist.pickling.serialized_exception import safe_repr
 
@@ -63,12 +63,13 @@ def run_attempts(plan: Plan, membership: Membership | None = None) -> LaunchResu
     """
     failures, most = 0, plan.options.max_restarts
     for restarts in itertools.count():
+        hosts = plan.hosts if membership is None else membership.next_hosts()
+        plan = dataclasses.replace(plan, hosts=hosts, restarts=restarts)
         if membership is not None:
-            plan = dataclasses.replace(plan, hosts=membership.next_hosts())
             workers = sum(host.workers for host in plan.hosts)
             log.info("world %d: %d hosts, %d workers", restarts, len(plan.hosts), workers)
         plan.logs.forget_tails()
-        attempt = Attempt(plan, restarts, None if membership is None else membership.stop)
+        attempt = Attempt(plan, None if membership is None else membership.stop)
         try:
             values = attempt.run()
             break
@@ -306,10 +307,11 @@ class Membership:
         machine, seconds = host.machine, min(self._plan.liveness.patience, LONGEST_WAIT)
         if machine.why_lost() is not None:
             return self._reach([machine.name])[machine.name]
-        with machine.connect(self._plan.setup(machine).env) as agent, contextlib.suppress(ConnectionError):
+        env = self._plan.settings_on(machine).env
+        with machine.connect(env) as agent, contextlib.suppress(ConnectionError):
             agent.settimeout(seconds)
             try:
-                agent.sendall(b"".join(frame(Stop(0.0))))
+                agent.sendall(b"".join(frame(ToAgent.stop, 0.0)))
                 while agent.recv(1 << 12):
                     pass
             except TimeoutError:

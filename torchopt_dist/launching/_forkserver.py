@@ -20,7 +20,6 @@ import os
 import platform
 import re
 import secrets
-import selectors
 import shutil
 import signal
 import socket
@@ -141,7 +140,13 @@ def read_on_import(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start(env: Mapping[str, str]) -> _Server:
-    with socket.socket(socket.AF_UNIX) as listener:
+    import fcntl  # which only Unix has
+
+    with (
+        socket.socket(socket.AF_UNIX) as made,
+        # A number above those of the standard streams, which may be closed here and are others there.
+        socket.socket(fileno=fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 3)) as listener,
+    ):
         address = f"\0todist-{secrets.token_hex(16)}"
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -267,16 +272,16 @@ def _serve(
     successor = None if PRELOAD_WHEN_IDLE in sys.modules else 0
     gc.collect()
     gc.freeze()  # the collector of a forked process need not walk over, and so copy, all of torch
-    selector = selectors.PollSelector()  # not epoll: it would have to be closed in each agent
-    for descriptor in (connections.fileno(), launcher_end, woken):
-        selector.register(descriptor, selectors.EVENT_READ)
+    serves = True  # until the successor does
     lost_at = math.inf if patience is None else time.monotonic() + patience
     idle_at, takes_over = math.inf, -1
     while True:
-        until = min(lost_at, idle_at)
-        seconds = None if until == math.inf else until - time.monotonic()
-        ready = {key.fd for key, _ in selector.select(seconds)}
-        own = [fd for fd in (launcher_end, woken, wake, takes_over) if fd >= 0]
+        watched = [fd for fd in (launcher_end, woken, takes_over) if fd >= 0]
+        own = [*watched, wake]
+        if serves:
+            watched.append(connections.fileno())
+        seconds = min(lost_at, idle_at) - time.monotonic()
+        ready = processes.ready([(fd, False, fd) for fd in watched], seconds)
         if launcher_end in ready:
             if patience is None or not os.read(launcher_end, 1 << 12):
                 return
@@ -285,12 +290,10 @@ def _serve(
             return
         if woken in ready:
             os.read(woken, 1 << 12)
-            if successor in _bury(agents) and connections.fileno() not in selector.get_map():
-                selector.register(connections.fileno(), selectors.EVENT_READ)
+            ended = _bury(agents)
+            serves = serves or successor in ended
         if takes_over in ready:
-            selector.unregister(takes_over)
-            if os.read(takes_over, 1):
-                selector.unregister(connections.fileno())
+            serves = not os.read(takes_over, 1)
             os.close(takes_over)
             takes_over = -1
         elif connections.fileno() in ready:
@@ -309,7 +312,6 @@ def _serve(
             with contextlib.suppress(OSError):  # there are too many files or processes
                 successor, takes_over = _start_successor(connections, own, launcher, by_ssh)
                 agents.add(successor)
-                selector.register(takes_over, selectors.EVENT_READ)
 
 
 def _start_successor(

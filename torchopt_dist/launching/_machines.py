@@ -36,8 +36,8 @@ from torchopt_dist.launching._connections import (
 )
 from torchopt_dist.launching._forkserver import MARK, PROGRAM, versions
 from torchopt_dist.launching._settings import import_path, matching
-from torchopt_dist.launching._store import LOOPBACK
 from torchopt_dist.process.liveness import Liveness
+from torchopt_dist.process.network import LOOPBACK
 
 __all__ = [
     "Machine",
@@ -53,7 +53,6 @@ COPY_ON_START = ("LD_LIBRARY_PATH", "PYTHON*")
 COMMAND_NOT_FOUND = 127
 LAST_LINES = 30
 CLOSE_SECONDS = 2.0
-A_DAY = 86400.0
 
 
 class Machine(ABC):
@@ -214,7 +213,7 @@ class RemoteMachine(Machine):
             "path": [os.path.abspath(entry) for entry in import_path()],
             "folder": os.getcwd(),
             "launcher": f"{socket.gethostname()}:{os.getpid()}",
-            "patience": min(self._options.liveness.patience, A_DAY),  # more than a selector can wait for
+            "patience": self._options.liveness.patience,
         }
         with contextlib.suppress(OSError):  # it has ended: its greeting will be missed
             self._process.stdin.write(json.dumps(start).encode() + b"\n")

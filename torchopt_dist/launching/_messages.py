@@ -1,7 +1,8 @@
-"""The messages between launcher, agents and workers: dataclasses ⇄ frames on one byte stream, which never block.
+"""What launcher, agents and workers say to each other: calls of methods ⇄ frames on a byte stream, which never block.
 
-A frame is the length of a pickled message, the length of its bytes, and these two. Launcher and agent have one such
-stream, whatever it is made of: a Unix socket on one machine, a channel of SSH between two.
+A message is the name of a method that the other side has, and its arguments. A frame is the length of these, pickled,
+the length of the bytes that are the last argument, and these two. Launcher and agent have one such stream, whatever it
+is made of: a Unix socket on one machine, a channel of SSH between two.
 """
 
 from __future__ import annotations
@@ -12,69 +13,32 @@ import select
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from torchopt_dist.launching._settings import Settings
 from torchopt_dist.pickling.serialized_exception import SerializedException
 
-__all__ = [
-    "Alive",
-    "Exited",
-    "FrameReader",
-    "Halted",
-    "Header",
-    "Listen",
-    "Listening",
-    "NotStarted",
-    "Output",
-    "Raised",
-    "Reach",
-    "Reached",
-    "Returned",
-    "Running",
-    "Speak",
-    "StartWorkers",
-    "Started",
-    "Stop",
-    "Stream",
-    "frame",
-]
+__all__ = ["FrameReader", "Listening", "Message", "Stream", "ToAgent", "ToLauncher", "frame"]
 
 HEAD = struct.Struct("!IQ")
 CHUNK = 1 << 18
 FULL = 1 << 17
 """Bytes that wait to be sent, above which no more should be put that can wait elsewhere."""
 
-Buffer = bytes | memoryview | pickle.PickleBuffer
+Message = tuple[str, tuple[Any, ...]]
+"""The name of a method of :class:`ToAgent` or :class:`ToLauncher`, and its arguments."""
+AgentT = TypeVar("AgentT")
+WorkerT = TypeVar("WorkerT")
 
 
 # The messages, in the order in which they are sent.
 
 
 @dataclass(frozen=True)
-class _WithBytes:
-    """A message whose last field is bytes, which are sent as they are and not copied into the pickle."""
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        *others, data = (getattr(self, each.name) for each in fields(self))
-        return type(self), (*others, pickle.PickleBuffer(data))
-
-
-@dataclass(frozen=True)
-class Listen:
-    """Launcher → the agent of the first host: listen, for the store at which the workers will meet."""
-
-    port: int
-    """0 means any free one."""
-    everywhere: bool
-    """Whether at all addresses of the machine; else at the loopback address."""
-
-
-@dataclass(frozen=True)
 class Listening:
-    """The agent of the first host → launcher."""
+    """Where the agent of the first host listens."""
 
     ports: dict[str, int]
     """At each address where it listens; the likeliest is the first."""
@@ -84,162 +48,140 @@ class Listening:
     """Why it does not listen."""
 
 
-@dataclass(frozen=True)
-class Reach:
-    """Launcher → an agent of each other machine: try which addresses can be reached."""
+class ToAgent(ABC):
+    """What the launcher says to an agent."""
 
-    where: Listening
-    seconds: float
+    @abstractmethod
+    def speak(self, seconds: float) -> None:
+        """Give a sign of life as often as that."""
 
+    @abstractmethod
+    def listen(self, port: int, everywhere: bool) -> None:
+        """To that of the first host: listen, for the store at which the workers will meet, and answer where.
 
-@dataclass(frozen=True)
-class Reached:
-    """An agent of another machine → launcher: these addresses can be reached."""
+        Args:
+            port: 0 means any free one.
+            everywhere: whether at all addresses of the machine; else at the loopback address.
+        """
 
-    addresses: frozenset[str]
+    @abstractmethod
+    def reach(self, where: Listening, seconds: float) -> None:
+        """To one of each other machine: try, so long, which addresses can be reached, and answer the set of these."""
 
+    @abstractmethod
+    def start(
+        self,
+        settings: bytes,
+        env: dict[int, dict[str, str]],
+        cores: frozenset[int] | None,
+        umask: int | None,
+        store: str | None,
+        task: bytes,
+    ) -> None:
+        """Fork all workers of the host.
 
-@dataclass(frozen=True)
-class Header:
-    """What a worker gets from the launcher before it unpickles its task."""
+        Args:
+            settings: the packed :class:`~torchopt_dist.launching._settings.Settings`.
+            env: by the workers' ranks, the variables that are each worker's alone.
+            cores: those that the workers may use; ``None`` means all that the agent may use.
+            umask: the workers' mask for the modes of new files; ``None`` means the agent's.
+            store: the address, of those where the agent listens, at which the store is to be; ``None``: at none.
+            task: the packed function and its arguments.
+        """
 
-    env: dict[str, str]
-    path: list[str]
-    """``sys.path``."""
-    argv: list[str]
-    """``sys.argv``."""
-    folder: str
-    """The working directory."""
-    settings: Settings
-    """The settings of the launcher's process."""
-    sources: dict[str, Any] = field(default_factory=dict)
-    """Code that is in no file, such as a notebook's cells: name → its entry in ``linecache``."""
-    terminal: str | None = None
-    """The name of the launcher's terminal, if that is on the same machine."""
-    importing: frozenset[str] = frozenset()
-    """The modules that were being imported when their top level launched, and those of the launches before."""
+    @abstractmethod
+    def stop(self, grace: float) -> None:
+        """End every worker and everything that they have started, then end.
 
-
-@dataclass(frozen=True)
-class StartWorkers(_WithBytes):
-    """Launcher → agent: fork all workers of the host."""
-
-    header: bytes
-    """The packed :class:`Header`."""
-    env: dict[int, dict[str, str]]
-    """By the workers' ranks, the variables that are each worker's alone."""
-    cores: frozenset[int] | None
-    """Those that the workers may use; ``None`` means all that the agent may use."""
-    umask: int | None
-    """The workers' mask for the modes of new files; ``None`` means the agent's."""
-    store: str | None
-    """The address, of those where the agent listens, at which the store is to be; ``None`` means at none."""
-    task: bytes
-    """The packed function and its arguments."""
+        Args:
+            grace: seconds that workers have before they are killed.
+        """
 
 
-@dataclass(frozen=True)
-class NotStarted:
-    """Agent → launcher: the system lets no more workers be forked, or no store be made."""
+class ToLauncher(ABC, Generic[AgentT, WorkerT]):
+    """What agents and workers say to the launcher, which puts in the first argument: who says it."""
 
-    number: int
-    """The number of the system's error; 0 if it has none."""
-    reason: str
+    @abstractmethod
+    def alive(self, agent: AgentT, pid: int) -> None:
+        """The agent is at work: as often as the launcher wants to hear it, and every second before."""
 
+    @abstractmethod
+    def answered(self, agent: AgentT, answer: Any) -> None:
+        """The answer to a question, :meth:`ToAgent.listen` or :meth:`ToAgent.reach`."""
 
-@dataclass(frozen=True)
-class Started:
-    """Agent → launcher: a worker has been forked, and leads a session of its own."""
+    @abstractmethod
+    def not_started(self, agent: AgentT, number: int, reason: str) -> None:
+        """The system lets no more workers be forked, or no store be made.
 
-    rank: int
-    pid: int
+        Args:
+            agent: the agent.
+            number: the number of the system's error; 0 if it has none.
+            reason: its text.
+        """
 
+    @abstractmethod
+    def started(self, agent: AgentT, rank: int, pid: int) -> None:
+        """A worker has been forked, and leads a session of its own."""
 
-@dataclass(frozen=True)
-class Speak:
-    """Launcher → agent: how often to give a sign of life."""
+    @abstractmethod
+    def written(self, agent: AgentT, rank: int, into: str, data: bytes) -> None:
+        """A worker, or a process that it has started, has written these bytes.
 
-    seconds: float
-    """Between two of them."""
+        Args:
+            agent: the agent.
+            rank: the worker's.
+            into: ``"stdout"``, ``"stderr"``, or ``"report"``, into which a worker writes frames of its own messages:
+                :meth:`running`, and then :meth:`returned` or :meth:`raised`.
+            data: the bytes.
+        """
 
+    @abstractmethod
+    def running(self, worker: WorkerT) -> None:
+        """The function is about to be called."""
 
-@dataclass(frozen=True)
-class Alive:
-    """Agent → launcher, as often as :class:`Speak` says, and every second before: it is at work."""
+    @abstractmethod
+    def returned(self, worker: WorkerT, value: bytes) -> None:
+        """The function has returned, or has called ``sys.exit(0)``, with this packed value."""
 
-    pid: int
+    @abstractmethod
+    def raised(
+        self, worker: WorkerT, text: SerializedException, exit_code: int | None, failure: bytes
+    ) -> None:
+        """The function has raised.
 
+        Args:
+            worker: the worker.
+            text: the exception as text alone, which the launcher can always read.
+            exit_code: what the process is about to exit with if it was ``sys.exit``, else ``None``.
+            failure: the packed ``SerializedException``.
+        """
 
-@dataclass(frozen=True)
-class Output(_WithBytes):
-    """Agent → launcher: a worker, or a process that it has started, has written these bytes."""
+    @abstractmethod
+    def halted(self, agent: AgentT, rank: int, by_signal: int | None) -> None:
+        """A worker has been stopped by a signal, such as SIGSTOP; ``None``: it goes on again."""
 
-    rank: int
-    into: str
-    """``"stdout"``, ``"stderr"``, or ``"report"``, into which the worker writes frames of the three that follow."""
-    data: bytes
+    @abstractmethod
+    def exited(self, agent: AgentT, rank: int, status: int, out_of_memory: bool) -> None:
+        """A worker's process has ended. All that it has written has been sent before.
 
-
-@dataclass(frozen=True)
-class Running:
-    """Worker → launcher: the function is about to be called."""
-
-
-@dataclass(frozen=True)
-class Returned(_WithBytes):
-    """Worker → launcher: the function has returned."""
-
-    value: bytes
-    """Packed."""
-
-
-@dataclass(frozen=True)
-class Raised(_WithBytes):
-    """Worker → launcher: the function has raised."""
-
-    text: SerializedException
-    """The exception as text alone, which the launcher can always read."""
-    exit_code: int | None
-    """What the process is about to exit with if it was ``sys.exit``, else ``None``; 0 is a good end."""
-    failure: bytes
-    """The packed ``SerializedException``; after a good end the packed ``None``."""
-
-
-@dataclass(frozen=True)
-class Exited:
-    """Agent → launcher: a worker's process has ended. All that it has written has been sent before."""
-
-    rank: int
-    status: int
-    """Its exit code, or minus the number of the signal that ended it."""
-    out_of_memory: bool = False
-    """It was killed, and since it began the kernel has killed something for lack of memory."""
-
-
-@dataclass(frozen=True)
-class Halted:
-    """Agent → launcher: a worker has been stopped by a signal, such as SIGSTOP, or goes on again."""
-
-    rank: int
-    signal: int | None
-    """The signal's number; ``None`` when the worker goes on."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Launcher → agent: end every worker and everything that they have started, then end."""
-
-    grace: float
-    """Seconds that workers have before they are killed."""
+        Args:
+            agent: the agent.
+            rank: the worker's.
+            status: its exit code, or minus the number of the signal that ended it.
+            out_of_memory: whether it was killed, and since it began the kernel has killed something for lack of
+                memory.
+        """
 
 
 # The stream.
 
 
-def frame(message: object) -> list[memoryview]:
-    """The parts of a message's frame; the last one is its bytes, if it has any."""
+def frame(message: Callable[..., None], *args: Any) -> list[memoryview]:
+    """The parts of a message's frame; bytes that are its last argument are the last part, and not copied."""
+    if args and isinstance(args[-1], bytes):
+        args = (*args[:-1], pickle.PickleBuffer(args[-1]))
     buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
+    pickled = pickle.dumps((message.__name__, args), pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
     parts = [memoryview(each) for each in buffers if memoryview(each).nbytes]
     length = sum(part.nbytes for part in parts)
     return [memoryview(HEAD.pack(len(pickled), length) + pickled), *parts]
@@ -251,10 +193,10 @@ class FrameReader:
     def __init__(self) -> None:
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
+    def feed(self, data: bytes) -> list[Message]:
         """Take some bytes; returns the messages that are complete with them."""
         self._data += data
-        messages = []
+        messages: list[Message] = []
         while len(self._data) >= HEAD.size:
             of_pickle, of_bytes = HEAD.unpack_from(self._data)
             middle, end = HEAD.size + of_pickle, HEAD.size + of_pickle + of_bytes
@@ -299,13 +241,13 @@ class Stream:
         """Whether bytes, or the end of the stream, have arrived and have not been read yet."""
         return self._ready(select.POLLIN, 0.0)
 
-    def put(self, message: object) -> None:
+    def put(self, message: Callable[..., None], *args: Any) -> None:
         """Send a message as soon as the other end takes it.
 
         Raises:
             OSError: the other end is gone.
         """
-        for part in frame(message):
+        for part in frame(message, *args):
             self._to_send.append(part)
             self._size += len(part)
         self.send()
@@ -339,7 +281,7 @@ class Stream:
             if self._ready(select.POLLOUT, left):
                 self.send()
 
-    def receive(self) -> list[Any] | None:
+    def receive(self) -> list[Message] | None:
         """The messages that are complete with the bytes that have arrived; ``None`` if none have arrived.
 
         Raises:

@@ -1,20 +1,24 @@
-"""Requests to the kernel → notice of children that end, orphans as children, ends of trees of processes."""
+"""Requests to the kernel → what can be read or written, children that end, orphans as children, ends of trees."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
+import select
 import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 __all__ = [
     "KILL_SECONDS",
+    "LONGEST_WAIT",
     "adopt_orphans",
     "allow_many_files",
     "clear_signals",
@@ -24,6 +28,7 @@ __all__ = [
     "handles",
     "kill",
     "open_process",
+    "ready",
     "reap",
     "signal_name",
     "umask",
@@ -42,8 +47,28 @@ KILL_SECONDS = JANITOR_SECONDS + 1.0
 KILL_AGAIN_SECONDS, AT_MOST = 0.002, 0.032
 """Between two looks at what is left, at first and later."""
 
+LONGEST_WAIT = 86400.0
+"""Seconds that one call waits, at most: the kernel's calls accept no more than 24 days."""
+
 HANDLED = re.compile(r"^Sig(?:Ign|Cgt):\s*([0-9a-f]+)$", re.MULTILINE)
 UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
+
+T = TypeVar("T")
+
+
+def ready(watched: Iterable[tuple[int, bool, T]], seconds: float) -> list[T]:
+    """What of a number of descriptors can be read, or written; waits until one can, or for so many seconds.
+
+    Args:
+        watched: the descriptors, each with whether it is to be written, too, and what stands for it in the result.
+        seconds: how long to wait.
+    """
+    poll, of_number = select.poll(), {}  # not `select`, which knows the first 1024 descriptors only
+    for number, to_write, each in watched:
+        poll.register(number, select.POLLIN | (select.POLLOUT if to_write else 0))
+        of_number[number] = each
+    milliseconds = math.ceil(max(min(seconds, LONGEST_WAIT), 0.0) * 1000)
+    return [of_number[number] for number, _ in poll.poll(milliseconds)]
 
 
 def allow_many_files() -> None:

@@ -1,4 +1,4 @@
-"""The launcher's variables and what a script sets for its whole process, such as the default dtype → a worker's.
+"""The launcher's variables, path and arguments, and what a script sets, such as the default dtype → a worker's.
 
 Under torchrun each worker runs the script, and so its statements. Here workers run one function of it.
 """
@@ -6,6 +6,7 @@ Under torchrun each worker runs the script, and so its statements. Here workers 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import logging
 import operator
 import os
@@ -24,7 +25,7 @@ from torch.backends import cudnn
 
 from torchopt_dist.launching._packing import pack, unpack
 
-__all__ = ["COPIED", "Settings", "check_variables", "import_path", "matching", "read_env_file"]
+__all__ = ["COPIED", "Settings", "check_variables", "import_path", "matching", "read_env_file", "terminal"]
 
 COPIED = (
     "PATH",
@@ -78,9 +79,16 @@ OF_TORCH: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a process.
+    """What the launcher's process has, and workers get beside their task.
 
     Attributes:
+        env: the environment variables.
+        path: ``sys.path``.
+        argv: ``sys.argv``.
+        folder: the working folder.
+        terminal: the name of the terminal; ``None`` if there is none.
+        importing: the modules that were being imported when their top level launched, and those of the launches before.
+        sources: code that is in no file, such as a notebook's cells: name → its entry in ``linecache``.
         of_torch: those of :data:`OF_TORCH`.
         filters: of warnings: action, patterns of message and module, module and name of the category, line.
         levels: of loggers, by name; the root's is empty.
@@ -88,26 +96,48 @@ class Settings:
             formatter.
     """
 
+    env: dict[str, str]
+    path: list[str]
+    argv: list[str]
+    folder: str
+    terminal: str | None
+    importing: frozenset[str]
+    sources: dict[str, Any]
     of_torch: tuple[Any, ...]
     filters: tuple[tuple[Any, str, str, str, str, int], ...]
     levels: dict[str, int]
     handlers: tuple[tuple[str, int, bytes], ...]
 
     @classmethod
-    def capture(cls) -> Settings:
-        """Read the settings of this process; the default device is the thread's."""
+    def capture(cls, importing: frozenset[str] = frozenset()) -> Settings:
+        """Read those of this process; the default device is the thread's.
+
+        Args:
+            importing: the modules that are being imported.
+
+        Raises:
+            FileNotFoundError: the working folder has been deleted.
+        """
         root = logging.getLogger()
         loggers = {"": root, **root.manager.loggerDict}
         levels = {name: each.level for name, each in loggers.items() if isinstance(each, logging.Logger)}
+        described = (_describe(handler) for handler in root.handlers)
         return cls(
-            tuple(read() for read, _ in OF_TORCH),
-            tuple(map(_plain, warnings.filters)),
-            {name: level for name, level in levels.items() if level},
-            tuple(described for handler in root.handlers if (described := _describe(handler))),
+            env=dict(os.environ),
+            path=import_path(),
+            argv=list(sys.argv),
+            folder=_working_folder(),
+            terminal=terminal(),
+            importing=importing,
+            sources={name: entry for name, entry in linecache.cache.items() if _is_in_no_file(entry)},
+            of_torch=tuple(read() for read, _ in OF_TORCH),
+            filters=tuple(map(_plain, warnings.filters)),
+            levels={name: level for name, level in levels.items() if level},
+            handlers=tuple(handler for handler in described if handler is not None),
         )
 
     def apply(self) -> None:
-        """Let this process have the settings."""
+        """Let this process have what the script has set; ``_worker.py`` has taken over the rest."""
         for (read, change), value in zip(OF_TORCH, self.of_torch, strict=True):
             if read() != value:  # some import much
                 change(value)
@@ -141,6 +171,27 @@ def _describe(handler: logging.Handler) -> tuple[str, int, bytes] | None:
                 with contextlib.suppress(Exception):
                     return stream, handler.level, pack(handler.formatter)
                 return stream, handler.level, b""
+    return None
+
+
+def _is_in_no_file(entry: Any) -> bool:
+    """Whether an entry of ``linecache`` is of code without a file: it has no time of change."""
+    return len(entry) == 4 and entry[1] is None
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            "the working folder, in which workers would start, has been deleted: change to another one"
+        ) from None
+
+
+def terminal() -> str | None:
+    """The name of the terminal that this process reads from; ``None`` if it reads from something else."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        return os.ttyname(sys.stdin.fileno())
     return None
 
 

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import secrets
-import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +18,12 @@ import psutil
 import torch.distributed as dist
 
 from torchopt_dist.errors import InitializationError
-from torchopt_dist.launching._messages import Listen, Listening, Reach, Reached
-from torchopt_dist.process.network import check_loopback
+from torchopt_dist.launching._messages import Listening
+from torchopt_dist.launching._processes import ready
+from torchopt_dist.process.network import LOOPBACK, check_loopback
 
-__all__ = ["LOOPBACK", "Listeners", "reach", "store_at"]
+__all__ = ["Listeners", "reach", "store_at"]
 
-LOOPBACK = "127.0.0.1"
 STORE_SECONDS = 60
 TOKEN_BYTES = 16
 TURN_SECONDS = 0.1
@@ -34,7 +33,8 @@ class Listeners:
     """Sockets at addresses of this machine, that give each caller a token.
 
     Args:
-        question: the port and the addresses.
+        port: the port; 0 means any free one.
+        everywhere: whether at all addresses of the machine; else at the loopback address.
 
     Raises:
         InitializationError: the port is taken, or the machine has no loopback address.
@@ -43,20 +43,20 @@ class Listeners:
         where: the message with the addresses, for the launcher.
     """
 
-    def __init__(self, question: Listen) -> None:
+    def __init__(self, port: int, everywhere: bool) -> None:
         self._listeners: dict[str, socket.socket] = {}
-        if not question.everywhere:
+        if not everywhere:
             check_loopback(LOOPBACK)
-        for address in _own_addresses() if question.everywhere else [LOOPBACK]:
+        for address in _own_addresses() if everywhere else [LOOPBACK]:
             try:
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                listener = socket.create_server((address, question.port), family=family, backlog=1024)
+                listener = socket.create_server((address, port), family=family, backlog=1024)
             except OSError as error:
                 if self._listeners and error.errno != errno.EADDRINUSE:
                     continue  # the address is not ready, as one of IPv6 in its first second
                 self.close()
                 raise InitializationError(
-                    f"`master_port` must be free on {address}, or 0 for any free port, got {question.port}: "
+                    f"`master_port` must be free on {address}, or 0 for any free port, got {port}: "
                     f"{os.strerror(error.errno or 0)}"
                 ) from error
             listener.setblocking(False)
@@ -100,35 +100,37 @@ def store_at(listener: socket.socket) -> dist.TCPStore:
     )
 
 
-def reach(question: Reach, goes_on: Callable[[], bool]) -> Reached:
-    """Try all addresses at once.
+def reach(where: Listening, seconds: float, goes_on: Callable[[], bool]) -> frozenset[str]:
+    """Try all addresses at once; returns those that can be reached.
 
     Args:
-        question: the addresses.
+        where: the addresses.
+        seconds: how long to try.
         goes_on: called repeatedly; returns whether to continue.
     """
-    where, reached = question.where, set()
-    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+    reached: set[str] = set()
+    callers: dict[socket.socket, tuple[str, bytearray]] = {}
+    with contextlib.ExitStack() as opened:
         for address, port in where.ports.items():
             with contextlib.suppress(OSError):  # the address is of a kind that this machine has not
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 caller = opened.enter_context(socket.socket(family))
                 caller.setblocking(False)
                 caller.connect_ex((address, port))
-                selector.register(caller, selectors.EVENT_READ, (caller, address, bytearray()))
-        until = time.monotonic() + question.seconds
-        while selector.get_map() and (left := until - time.monotonic()) > 0 and goes_on():
-            for key, _ in selector.select(min(left, TURN_SECONDS)):
-                caller, address, received = key.data
+                callers[caller] = address, bytearray()
+        until = time.monotonic() + seconds
+        while callers and (left := until - time.monotonic()) > 0 and goes_on():
+            for caller in ready([(each.fileno(), False, each) for each in callers], min(left, TURN_SECONDS)):
+                address, received = callers[caller]
                 more = b""
                 with contextlib.suppress(OSError):
                     more = caller.recv(TOKEN_BYTES)
                 received += more
                 if not more or len(received) >= TOKEN_BYTES:
-                    selector.unregister(caller)
+                    del callers[caller]
                     if received == where.token:
                         reached.add(address)
-    return Reached(frozenset(reached))
+    return frozenset(reached)
 
 
 def _own_addresses() -> list[str]:

@@ -10,25 +10,26 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import IO, Any, NoReturn, ParamSpec, TypeVar
+from typing import IO, Any, NoReturn, ParamSpec, TypeVar, TypeVarTuple
 
 import numpy as np
 import setproctitle
 import torch
 import torch.distributed as dist
 
-from torchopt_dist.launching._messages import Header, Raised, Returned, Running, StartWorkers, frame
+from torchopt_dist.launching._messages import ToLauncher, frame
 from torchopt_dist.launching._packing import pack_failure, pack_value, unpack, unpack_task
-from torchopt_dist.launching._store import LOOPBACK
+from torchopt_dist.launching._settings import Settings
 from torchopt_dist.process.liveness import note_ended
-from torchopt_dist.process.network import choose_interface
+from torchopt_dist.process.network import LOOPBACK, choose_interface
 from torchopt_dist.process.signals import INTERRUPT
 from torchopt_dist.torch_private import finish_interpreter, leave_finalizers
 
-__all__ = ["asked_to_exit", "importing", "in_groups", "terminal", "work"]
+__all__ = ["asked_to_exit", "importing", "in_groups", "work"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Told = TypeVarTuple("Told")
 
 NO_TERMINAL = (
     "`breakpoint()` in a worker needs the terminal in which the program was started, and {why}: "
@@ -77,15 +78,19 @@ def _in_rpc_group(func: Callable[..., T], on_loss: str, /, *args: Any, **kwargs:
     return value
 
 
-def work(rank: int, start: StartWorkers, *, stdout: int, stderr: int, report: int) -> NoReturn:
+def work(
+    rank: int, packed: bytes, own: dict[str, str], task: bytes, *, stdout: int, stderr: int, report: int
+) -> NoReturn:
     """Run the function, report its value or exception, and end as a Python program ends.
 
     Args:
         rank: the worker's rank.
-        start: the message with what all workers of the host get.
+        packed: the packed settings.
+        own: the variables of this worker alone.
+        task: the packed function and its arguments.
         stdout: descriptor of the pipe for what the worker prints.
         stderr: the same for standard error.
-        report: descriptor of the pipe for frames of :class:`Running`, and then :class:`Returned` or :class:`Raised`.
+        report: descriptor of the pipe for frames of what it says to the launcher.
     """
     pid = os.getpid()
     _take_over_output(stdout, stderr)
@@ -94,26 +99,28 @@ def work(rank: int, start: StartWorkers, *, stdout: int, stderr: int, report: in
     code = 1
     try:
         try:
-            header: Header = unpack(start.header)
-            _take_over(header, start.env[rank])
+            settings: Settings = unpack(packed)
+            _take_over(settings, own)
             _become_fresh(rank)
-            function, args, kwargs = unpack_task(start.task)
-            header.settings.apply()  # now, since filters of warnings are of classes that have been imported
-            _report(report, Running())
+            function, args, kwargs = unpack_task(task)
+            settings.apply()  # now, since filters of warnings are of classes that have been imported
+            _report(report, ToLauncher.running)
             value = function(*args, **kwargs)
         finally:  # what comes now ends by itself, and is not to be interrupted
             if signal.getsignal(INTERRUPT) is _interrupt:
                 signal.signal(INTERRUPT, _notice)
         if os.getpid() == pid:  # and not a process that the function has forked
-            _report(report, Returned(pack_value(value, rank)))
+            _report(report, ToLauncher.returned, pack_value(value, rank))
         code = 0
         del function, args, kwargs, value
     except BaseException as error:
         asked = asked_to_exit(error)
         code = 1 if asked is None else asked
-        if os.getpid() == pid:
+        if os.getpid() == pid and asked == 0:
+            _report(report, ToLauncher.returned, pack_value(None, rank))
+        elif os.getpid() == pid:
             text, failure = pack_failure(error)
-            _report(report, Raised(text, asked, pack_value(None, rank) if asked == 0 else failure))
+            _report(report, ToLauncher.raised, text, asked, failure)
     _leave(code)
 
 
@@ -146,22 +153,22 @@ def importing() -> frozenset[str]:
     return _importing
 
 
-def _take_over(header: Header, own: dict[str, str]) -> None:
+def _take_over(settings: Settings, own: dict[str, str]) -> None:
     """Take over the launcher's environment, path, arguments and folder.
 
     Args:
-        header: the values to take over.
+        settings: the values to take over.
         own: the variables of this worker alone.
     """
     global _importing
-    _importing = header.importing
+    _importing = settings.importing
     os.environ.clear()
-    os.environ.update({**header.env, **own})
-    sys.path[:] = header.path
-    sys.argv[:] = header.argv
-    linecache.cache.update(header.sources)
-    _install_breakpoint(header.terminal, int(own["RANK"]))
-    os.chdir(header.folder)
+    os.environ.update({**settings.env, **own})
+    sys.path[:] = settings.path
+    sys.argv[:] = settings.argv
+    linecache.cache.update(settings.sources)
+    _install_breakpoint(settings.terminal, int(own["RANK"]))
+    os.chdir(settings.folder)
     # Where torch's `record` writes an exception. What is raised here is sent, so the file needs no name.
     error_file = os.memfd_create("todist", os.MFD_CLOEXEC)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{os.getpid()}/fd/{error_file}"
@@ -181,9 +188,9 @@ def _become_fresh(rank: int) -> None:
     torch.seed()
 
 
-def _report(pipe: int, message: Running | Returned | Raised) -> None:
+def _report(pipe: int, message: Callable[[Any, Any, *Told], None], *args: *Told) -> None:
     with contextlib.suppress(OSError):  # the agent has ended, and soon so will this process
-        for part in frame(message):
+        for part in frame(message, *args):
             while part:
                 part = part[os.write(pipe, part) :]
 
@@ -219,13 +226,6 @@ def _leave(code: int) -> NoReturn:
 
 
 # The debugger.
-
-
-def terminal() -> str | None:
-    """The name of the terminal that this process reads from; ``None`` if it reads from something else."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        return os.ttyname(sys.stdin.fileno())
-    return None
 
 
 def _install_breakpoint(name: str | None, rank: int) -> None:

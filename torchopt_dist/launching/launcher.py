@@ -11,7 +11,6 @@ import contextlib
 import errno
 import functools
 import inspect
-import linecache
 import os
 import re
 import secrets
@@ -30,12 +29,11 @@ from torchopt_dist.errors import InitializationError, RemoteError, TodistError
 from torchopt_dist.launching._cluster import connect, find_hosts
 from torchopt_dist.launching._elastic import Membership, UnreachedMachine, run_attempts
 from torchopt_dist.launching._hosts import Plan
-from torchopt_dist.launching._machines import Machine, RemoteOptions
-from torchopt_dist.launching._messages import Header
+from torchopt_dist.launching._machines import RemoteOptions
 from torchopt_dist.launching._packing import pack_task
 from torchopt_dist.launching._processes import allow_many_files
-from torchopt_dist.launching._settings import Settings, import_path, matching, read_env_file
-from torchopt_dist.launching._worker import importing, in_groups, terminal
+from torchopt_dist.launching._settings import Settings, matching, read_env_file
+from torchopt_dist.launching._worker import importing, in_groups
 from torchopt_dist.launching.logs import TerminalHandler, WorkerLogs, log_folder
 from torchopt_dist.launching.options import LaunchOptions, args_section
 from torchopt_dist.launching.result import LaunchResult
@@ -132,7 +130,7 @@ class Launcher(LaunchOptions):
         _check_own_arguments(func, kwargs)
         if not hasattr(os, "pidfd_open") or not hasattr(os, "memfd_create"):
             raise OSError(f"launching workers needs Linux 5.3 or later, got {sys.platform}")
-        begun, folder, modules = time.monotonic(), _working_folder(), _modules_being_imported()
+        begun, settings = time.monotonic(), Settings.capture(_modules_being_imported())
         allow_many_files()
         added = {} if self.env_file is None else read_env_file(self.env_file)
         added.update(self.env or {})
@@ -160,43 +158,13 @@ class Launcher(LaunchOptions):
             )
             stack.callback(logs.close)
             own = {VARIABLE: str(liveness), "TODIST_SECRET": added.get("TODIST_SECRET", secrets.token_hex())}
-            setup = functools.partial(self._setup, folder, modules, Settings.capture(), {**added, **own})
-            plan = Plan(self, begun, liveness, hosts, setup, task, logs, uuid.uuid4().hex)
+            plan = Plan(
+                self, begun, liveness, hosts, settings, {**added, **own}, task, logs, uuid.uuid4().hex
+            )
             membership = (
                 stack.enter_context(contextlib.closing(Membership(plan, reach))) if self._is_elastic else None
             )
             return run_attempts(plan, membership)
-
-    def _setup(
-        self,
-        folder: str,
-        modules: frozenset[str],
-        settings: Settings,
-        added: Mapping[str, str],
-        machine: Machine,
-    ) -> Header:
-        """What the workers on a machine get from the launcher."""
-        if machine.here:
-            env, path = {**os.environ, **added}, import_path()
-        else:
-            env = {**machine.env, **matching(self.copy_env, os.environ), **added}
-            ours = [os.path.abspath(entry) for entry in import_path()]  # that of the script is the first
-            path = list(dict.fromkeys([*ours[:1], *machine.path, *ours]))
-        env.pop("TODIST_INCARNATION", None)  # of a worker that launches itself
-        # Code that is in no file, such as a notebook's cells, has entries without a time of change.
-        sources = {
-            name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None
-        }
-        return Header(
-            env,
-            path,
-            list(sys.argv),
-            folder,
-            settings,
-            sources,
-            terminal() if machine.here else None,
-            modules,
-        )
 
 
 Launcher.__doc__ = re.sub(r"OPTIONS: .*", args_section, Launcher.__doc__ or "")
@@ -336,12 +304,3 @@ def _modules_being_imported() -> frozenset[str]:
             "end: launch in a function, or under `if __name__ == '__main__':`"
         )
     return before | names
-
-
-def _working_folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            "the working folder, in which workers would start, has been deleted: change to another one"
-        ) from None

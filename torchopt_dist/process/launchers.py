@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from torchopt_dist.errors import InitializationError
+from torchopt_dist.process.network import LOOPBACK
 from torchopt_dist.process.slurm import expand_nodes, expand_numbers
 
 __all__ = ["LAUNCHERS", "NAMES", "Row", "Task", "find_task", "world_variables"]
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WHAT_TO_SET = f"set {', '.join(NAMES[:-1])} and {NAMES[-1]} in each task, or start the program by torchrun"
-LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below the ports that Linux gives to those who ask for any."""
 TORCH_PORT = 29_500

@@ -14,8 +14,9 @@ import psutil
 
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["VARIABLES", "check_loopback", "choose_interface", "local_address"]
+__all__ = ["LOOPBACK", "VARIABLES", "check_loopback", "choose_interface", "local_address"]
 
+LOOPBACK = "127.0.0.1"
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """The variables from which Gloo and TensorPipe take their interface."""
 

@@ -19,11 +19,10 @@ import torchopt_dist as todist
 from tests.launch.elastic.worlds import Aside, in_worlds, kill_agent, launch, place, world_of
 from tests.launch.families import assert_gone
 from tests.waits import say, soon, wait_until, watch
+from torchopt_dist.launching import _attempt as attempt
 from torchopt_dist.launching import _elastic as elastic
-from torchopt_dist.launching import _hosts as hosts
 from torchopt_dist.launching._attempt import Attempt
 from torchopt_dist.launching._machines import ThisMachine
-from torchopt_dist.launching._messages import Raised
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,14 +165,13 @@ def test_an_error_that_is_not_the_loss_of_a_host_is_the_end_though_a_host_is_los
         assert watch(tmp_path / "agent")
         raise ValueError("wrong")
 
-    note = Attempt._note_report
+    raised = Attempt.raised
 
-    def kill_first(attempt, worker, report):
-        if isinstance(report, Raised):
-            os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
-        note(attempt, worker, report)
+    def kill_first(running, *said):
+        os.kill(int((tmp_path / "agent").read_text()), signal.SIGKILL)
+        raised(running, *said)
 
-    monkeypatch.setattr(Attempt, "_note_report", kill_first)
+    monkeypatch.setattr(Attempt, "raised", kill_first)
     with pytest.raises(ValueError, match=r"^wrong$"):
         launch(main)
 
@@ -391,7 +389,7 @@ def test_the_whole_timeout_holds_while_hosts_are_waited_for(tmp_path, reachabili
 
 def test_a_host_whose_agent_never_gives_a_sign_of_life_is_lost(monkeypatch, caplog):
     """As one whose forkserver has been stopped: there is a connection, and nobody answers."""
-    monkeypatch.setattr(hosts, "AGENT_SECONDS", 0.2)
+    monkeypatch.setattr(attempt, "AGENT_SECONDS", 0.2)
     launch(int)
     connect, silent = ThisMachine.connect, []
 
