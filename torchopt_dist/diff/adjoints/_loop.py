@@ -262,9 +262,8 @@ class Loop:
         ends_of_update = edges(after)
         del after
         of_update = pulled_back(ends_of_update, bars_of_update, [*inputs, *leaves])
-        ends = [*grads, found.loss]
         refuse_left_out([found.loss], inputs)  # gradients of what refuses are guarded
-        of_loss = pulled_back(ends, [*of_update[len(inputs) :], bar_of_loss], inputs)
+        of_loss = pulled_back([*grads, found.loss], [*of_update[len(inputs) :], bar_of_loss], inputs)
         return list(map(plus, of_update[: len(inputs)], of_loss))
 
     def as_leaves(self, carry: Carry, places: Sequence[int]) -> tuple[Carry, list[Tensor]]:
