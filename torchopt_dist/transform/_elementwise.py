@@ -83,7 +83,7 @@ def on_leaves(*, params: str | None = None) -> Callable[[Callable[..., list[Tens
             grads = pick(leaves, places)
             check_dense(grads)
             if why is not None:
-                own.append(pick(pytree.flatten_like(spec, params, "params", "updates"), places))
+                own = [*own, pick(pytree.flatten_like(spec, params, "params", "updates"), places)]
             return pytree.unflatten(spec, put(leaves, places, function(*own, grads))), state
 
         return update
