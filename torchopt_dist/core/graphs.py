@@ -55,12 +55,15 @@ def edges_behind(
     """
     waiting = list(dict.fromkeys(starts))
     seen = set(waiting)
+    left: set[Any] = set()
+    """Nodes whose arguments have been seen: one may have made all parameters of a step, each of which is an edge."""
     number = sequence_numbers(waiting[0][0]) if since and waiting else None
     while waiting:
         edge = waiting.pop()
         is_end = edge in ends or (number is not None and number(edge[0]) < since)
         yield edge, is_end
-        if not is_end:
+        if not is_end and edge[0] not in left:
+            left.add(edge[0])
             for following in edge[0].next_functions:
                 if following not in seen and following[0] is not None:
                     seen.add(following)
