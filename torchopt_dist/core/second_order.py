@@ -195,7 +195,9 @@ def refuse_left_out(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) ->
 def nodes_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
     """The nodes of the graph of outputs, up to inputs and to gradients that refuse by themselves."""
     seen: set[Any] = {None, *[x.grad_fn for x in inputs]}
-    ends = dict.fromkeys(output.grad_fn for output in outputs)  # each once: one node may have made all parameters
+    ends = dict.fromkeys(
+        output.grad_fn for output in outputs
+    )  # each once: one node may have made all parameters
     found: list[Any] = [node for node in ends if node not in seen]
     seen.update(found)
     for node in found:  # which grows
