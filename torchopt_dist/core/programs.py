@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core.meaning import Family, Meaning, Record, RefusedError
 from torchopt_dist.core.reached import parts_of
-from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients
+from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients, users_of_arrays
 
 __all__ = [
     "CompileMode",
@@ -38,6 +40,7 @@ __all__ = [
     "check_mode",
     "code_of",
     "detached",
+    "plain_numbers",
     "programs_of",
 ]
 
@@ -58,6 +61,8 @@ _OF_LIBRARIES = (
     "__import__('torch')",
 )
 """What is in the names of guards on the code of libraries, torchopt_dist's among them."""
+_OF_ARRAYS = (torch.as_tensor, torch.asarray, torch.tensor)
+"""What makes a tensor of an array; in a graph ``torch.from_numpy`` is the first."""
 _log = logging.getLogger("torchopt_dist")
 _count = itertools.count()
 
@@ -169,7 +174,13 @@ class Variant:
         """The program of a pure function; ``look`` and ``aloud`` are as those of :class:`Program`."""
         if function not in self._made:
             self._made[function] = Program(
-                function, self._name, look, changed=self.changed, captured=self._captured, aloud=aloud
+                function,
+                self._name,
+                look,
+                changed=self.changed,
+                captured=self._captured,
+                has_arrays=any(type(one) is tuple and one and one[0] is np.ndarray for one in self.first.key),
+                aloud=aloud,
             )
         return self._made[function]
 
@@ -184,6 +195,7 @@ class Program:
         changed: where numbers have changed since the first call, in words of a meaning.
         captured: on a GPU, capture the program as a CUDA graph where grad mode is off. A graph writes its results to
             the same memory at each run, so each call copies them.
+        has_arrays: arrays of numpy are among its inputs.
         aloud: say that it is being compiled also where the output is no terminal and the log does not tell it.
     """
 
@@ -195,9 +207,10 @@ class Program:
         *,
         changed: Collection[str] = (),
         captured: bool = False,
+        has_arrays: bool = False,
         aloud: bool = False,
     ) -> None:
-        self._changed, self._aloud = changed, aloud
+        self._changed, self._has_arrays, self._aloud = changed, has_arrays, aloud
         self._function, self._name, self._look, self._captured = function, name, look, captured
         self._takes_numbers = not captured  # of which torch's are tensors of the CPU
         self._compiled, self._refusal, self.has_run = self._compile(), "", False
@@ -208,8 +221,9 @@ class Program:
         own = types.FunctionType(code, self._function.__globals__, closure=self._function.__closure__)
         own.__kwdefaults__ = self._function.__kwdefaults__
         how = how_to_compile(captured=self._captured)
-        if self._look is not None:
-            how["backend"] = partial(_seen, self._look, how["backend"])
+        if self._has_arrays:  # which the compiler cannot guard where guards are chosen
+            how.pop("options", None)
+        how["backend"] = partial(_seen, self._look, how["backend"])
         return torch.compile(own, fullgraph=True, dynamic=None if self._takes_numbers else False, **how)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -314,11 +328,29 @@ def _inductor(captured: bool, graph: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _seen(
-    look: Callable[[Any], None], backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
+    look: Callable[[Any], None] | None, backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
 ) -> Any:
-    """What a backend makes of a graph, after a look at it."""
-    look(graph)
+    """What a backend makes of a graph, after a look at it.
+
+    Raises:
+        NotImplementedError: it computes with an array as numpy does, of which an entry is a number in the function, and
+            a tensor of the array's dtype in the graph.
+    """
+    for array, user in users_of_arrays(graph):
+        if user.target not in _OF_ARRAYS and (user.target is not operator.getitem or user.args[0] is array):
+            raise NotImplementedError(
+                "an array of numpy is used as it is: make a tensor of it first, by torch.as_tensor"
+            )
+    if look is not None:
+        look(graph)
     return backend(graph, inputs)
+
+
+def plain_numbers(tree: Any) -> Any:
+    """A tree of arguments in which whole numbers of numpy, which the compiler takes for tensors, are Python's."""
+    return optree.tree_map(
+        lambda leaf: int(leaf) if type(leaf) is np.int64 else leaf, tree, none_is_leaf=True
+    )
 
 
 def detached(tree: Any) -> Any:
