@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
     "files": 415,
     "classes": 540,
-    "lines of code": 40_100,
+    "lines of code": 40_200,
     "files that use private names of torch": 100,
 }
 LONGEST = 575

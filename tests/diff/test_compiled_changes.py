@@ -242,7 +242,7 @@ ARRAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "asarray": lambda w, k: (w * torch.asarray(k).double()).sum(),
     "tensor": lambda w, k: (w * torch.tensor(k)).sum(),
     "several": lambda w, k: (w * torch.stack([torch.from_numpy(k), torch.as_tensor(k)])).sum(),
-    "shape": lambda w, k: (w * k.shape[1] * len(k)).sum() + torch.from_numpy(k).sum(),
+    "shape": lambda w, k: (w * k.shape[1]).sum() + torch.from_numpy(k).sum(),
     "index": lambda w, k: (w[:, k.shape[0] - 2] * torch.from_numpy(k).sum()).sum(),
 }
 AS_NUMPY: dict[str, Callable[[Tensor, Any], Tensor]] = {
@@ -459,6 +459,41 @@ def test_other_numbers_of_a_batch_are_an_input_of_the_second_program() -> None:
 
     both(run)
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("adjoint", [todist.Replayed(), todist.Recorded()], ids=repr)
+def test_where_compiling_does_not_pay_it_is_said_once_with_both_times(
+    adjoint: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    w = torch.ones(1, requires_grad=True)
+    seconds = {"without": 0.0}
+
+    def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+        return function(), seconds.get(function.__name__, 0.003)
+
+    def run(steps: int, compile: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        result = todist.inner_loop(
+            lambda w: (w * torch.rand(1)).square().sum(),
+            todist.sgd(lr=0.1),
+            w,
+            steps,
+            adjoint=adjoint,
+            compile=compile,
+        )
+        return [result.losses.detach(), torch.rand(1)]
+
+    monkeypatch.setattr(programs, "timed", timed)
+    for plain, steps, count in ((0.004, 30, 0), (0.002, 10, 0), (0.002, 11, 1), (0.001, 30, 1)):
+        if count == 0:
+            programs.programs_of.cache_clear()
+        seconds["without"] = plain
+        both(functools.partial(run, steps))
+        said = [one.getMessage() for one in caplog.records if one.name == "torchopt_dist"]
+        assert len(said) == count
+    assert said == [
+        "an inner loop with compile=True takes 3 ms a step, and 2 ms without it: it does not pay here"
+    ]
 
 
 NUMBER = 2.0

@@ -42,6 +42,7 @@ __all__ = [
     "detached",
     "plain_numbers",
     "programs_of",
+    "timed",
 ]
 
 CompileMode = bool | Literal["reduce-overhead"]
@@ -51,6 +52,9 @@ VARIABLE = "TODIST_COMPILE_LIMIT"
 LIMIT = 16
 """Of the variants of one function, such as one for each shape, and of the programs that a number decides in one, where
 the environment variable does not say it."""
+
+STEPS = 10
+"""After how many steps it is known whether they pay."""
 
 _OF_LIBRARIES = (
     "_import_torch_dot_",
@@ -143,7 +147,9 @@ class Programs:
                     raise RefusedError(
                         self._one_too_many(record, *(one.first for one in self.variants.values()))
                     )
-                found = self.variants[record.key] = Variant(self._name, self._captured, record)
+                found = self.variants[record.key] = Variant(
+                    self._name, self._captured, record, measured=not self.variants
+                )
             return found
 
     def _one_too_many(self, record: Record, *others: Record) -> str:
@@ -157,8 +163,10 @@ class Programs:
 class Variant:
     """The programs of one meaning."""
 
-    def __init__(self, name: str, captured: bool, first: Record) -> None:
+    def __init__(self, name: str, captured: bool, first: Record, *, measured: bool = False) -> None:
         self.first = first
+        self._seconds: list[float] | None = [] if measured else None
+        """Of the first steps, until it is known whether they pay."""
         self.changed: set[str] = set()
         """Where numbers were others than in the first call."""
         self._name, self._captured = name, captured
@@ -183,6 +191,30 @@ class Variant:
                 aloud=aloud,
             )
         return self._made[function]
+
+    def step(self, run: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """What a step makes; after ten of them, say so once if one takes no longer without the compiler.
+
+        Args:
+            run: makes the step.
+            otherwise: makes one without the compiler, which is not used.
+        """
+        known = self._seconds
+        if known is None:
+            return run()
+        made, took = timed(run)
+        known.append(took)
+        if len(known) > STEPS and self._seconds is not None:  # the first one was compiled
+            self._seconds, ours = None, min(known)
+            plain = min(timed(otherwise)[1] for _ in range(2))
+            if plain <= ours:
+                _log.warning(
+                    "%s with compile=True takes %.2g ms a step, and %.2g ms without it: it does not pay here",
+                    self._name,
+                    1e3 * ours,
+                    1e3 * plain,
+                )
+        return made
 
 
 class Program:
@@ -277,6 +309,15 @@ def programs_of(code: Any, name: str, mode: CompileMode) -> Programs:
     """The programs of functions of one code, see :func:`code_of`, kept for the process."""
     del code  # of which the cache has the same
     return Programs(name, mode)
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What a function makes, and the seconds that it takes, those of a GPU included."""
+    begun = time.perf_counter()
+    made = function()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return made, time.perf_counter() - begun
 
 
 def limit() -> int:

@@ -103,8 +103,8 @@ def source_of_arrays() -> type | None:
 def users_of_arrays(graph: Any) -> Iterator[tuple[Any, Any]]:
     """Of a graph's inputs those that are arrays of numpy, each with each node that it goes into."""
     kind = source_of_arrays()
-    for node in graph.graph.find_nodes(op="placeholder") if kind is not None else ():
-        if isinstance(getattr(node, "_dynamo_source", None), kind):
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if kind is not None and isinstance(getattr(node, "_dynamo_source", None), kind):
             yield from ((node, user) for user in node.users)
 
 

@@ -212,6 +212,11 @@ class CompiledLoop(Loop):
             return otherwise()
         if isinstance(self.loss, Bound) and not self.loss.is_the_same:
             return otherwise()  # a program would have what names mean now
+
+        def without() -> Any:
+            with kept_generators():
+                return otherwise()
+
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             seed_step(self.seed, number)  # which a batch's random numbers come from, too
             batch: Any = ()
@@ -230,7 +235,10 @@ class CompiledLoop(Loop):
                 parts = self.parts._replace(call=call, optimizer=optimizer)
                 given: Any = batch
                 given = optree.tree_map(_with_inputs, given, none_is_leaf=True)
-                return variant.program(function, with_formulas, aloud=self.progress)(parts, *arguments(given))
+                program = variant.program(function, with_formulas, aloud=self.progress)
+                if function is not step:
+                    return program(parts, *arguments(given))
+                return variant.step(lambda: program(parts, *arguments(given)), without)
 
             return programs.run([("its batch", one) for one in batch], run, otherwise, base=base)
 
