@@ -324,7 +324,7 @@ def test_an_array_that_is_used_as_one_is_refused() -> None:
             both(functools.partial(of_array, "closure", of, ARRAY.astype(np.float64)))
         assert not made, name
     programs.programs_of.cache_clear()
-    with pytest.warns(UserWarning, match="make a tensor of it first, by torch.as_tensor"):
+    with pytest.warns(UserWarning, match=r"as it is in `.*k\[0, 1\].*`: make a tensor of it first, by torch"):
         both(functools.partial(of_array, "batch", AS_NUMPY["entry"], ARRAY))
 
 

@@ -40,7 +40,7 @@ __all__ = [
     "check_mode",
     "code_of",
     "detached",
-    "plain_numbers",
+    "plain_number",
     "programs_of",
     "timed",
 ]
@@ -65,6 +65,7 @@ _OF_LIBRARIES = (
     "__import__('torch')",
 )
 """What is in the names of guards on the code of libraries, torchopt_dist's among them."""
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OF_ARRAYS = (torch.as_tensor, torch.asarray, torch.tensor)
 """What makes a tensor of an array; in a graph ``torch.from_numpy`` is the first."""
 _log = logging.getLogger("torchopt_dist")
@@ -379,19 +380,20 @@ def _seen(
     """
     for array, user in users_of_arrays(graph):
         if user.target not in _OF_ARRAYS and (user.target is not operator.getitem or user.args[0] is array):
+            frames = re.findall(r'File "(.+)", line \d+.*\n *(.*)', user.stack_trace or "")
+            lines = [line for file, line in frames if not file.startswith(_PACKAGE)]
             raise NotImplementedError(
-                "an array of numpy is used as it is: make a tensor of it first, by torch.as_tensor"
+                f"an array of numpy is used as it is in `{''.join(lines[-1:])}`: make a tensor of it first, by "
+                "torch.as_tensor"
             )
     if look is not None:
         look(graph)
     return backend(graph, inputs)
 
 
-def plain_numbers(tree: Any) -> Any:
-    """A tree of arguments in which whole numbers of numpy, which the compiler takes for tensors, are Python's."""
-    return optree.tree_map(
-        lambda leaf: int(leaf) if type(leaf) is np.int64 else leaf, tree, none_is_leaf=True
-    )
+def plain_number(leaf: Any) -> Any:
+    """An argument; a whole number of numpy, which the compiler takes for a tensor, as Python's."""
+    return int(leaf) if type(leaf) is np.int64 else leaf
 
 
 def detached(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.meaning import Meaning, RefusedError
-from torchopt_dist.core.programs import CompileMode, Programs, Variant, code_of, plain_numbers, programs_of
+from torchopt_dist.core.programs import CompileMode, Programs, Variant, code_of, plain_number, programs_of
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.core.vjp import plus, pulled_back
@@ -222,7 +222,7 @@ class CompiledLoop(Loop):
             batch: Any = ()
             if self.batches is not None:
                 with self.substituted(), torch.set_grad_enabled(record or batch_with_history):
-                    batch = (plain_numbers(self.batch(number)),)
+                    batch = (optree.tree_map(plain_number, self.batch(number), none_is_leaf=True),)
                 if self.others is not None:  # a tensor of the batches may be declared itself
                     new = {id(old): other for old, other in zip(self.declared, self.others, strict=True)}
                     if self.met is not None:

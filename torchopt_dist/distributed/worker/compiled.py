@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.meaning import RefusedError
-from torchopt_dist.core.programs import CompileMode, Variant, code_of, detached, plain_numbers, programs_of
+from torchopt_dist.core.programs import CompileMode, Variant, code_of, detached, plain_number, programs_of
 from torchopt_dist.core.second_order import with_refusal
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
@@ -90,7 +90,7 @@ class CompiledTask:
 
         things = (
             ("the function", self._function),
-            *zip(_names(spec), plain_numbers(leaves), strict=True),
+            *zip(_names(spec), map(plain_number, leaves), strict=True),
         )
         return self._programs.run(things, run, otherwise, (spec, tuple(mapped)))
 
