@@ -13,6 +13,7 @@ NPROC ?= 2
 JOBS ?= 3
 ARGS ?=
 PROGRAMS ?= 2000
+KERNELS ?= 30
 LOSSES ?= 50
 ONLY ?=
 EXAMPLES ?=
@@ -79,8 +80,9 @@ portable: $(STAMP) ## the tests of what computes, as on other processors: AS="MK
 	@for one in $(AS); do echo "as with $$one"; env $$(echo $$one | tr , ' ') $(PYTEST) $(COMPUTING) $(ARGS) || red="$$red $$one"; done; \
 		test -z "$$red" || { echo "failed with$$red"; exit 1; }
 
-fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, against loops by hand: PROGRAMS=2000 of each
-	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) $(BIN)/python -m pytest \
+fuzz: $(STAMP) ## random programs of calls, chains, inner loops and layers, against loops by hand: PROGRAMS=2000 of each, KERNELS=30 compiled
+	TODIST_FUZZ_PROGRAMS=$(PROGRAMS) TODIST_FUZZ_CHAINS=$(PROGRAMS) TODIST_FUZZ_LOOPS=$(PROGRAMS) \
+		TODIST_FUZZ_KERNELS=$(KERNELS) $(BIN)/python -m pytest \
 		tests/distributed/calls/test_random_programs.py tests/transform/test_random_chains.py tests/diff/test_random_loops.py \
 		tests/diff/test_random_estimates.py tests/diff/test_random_layers.py \
 		tests/diff/test_random_changes.py $(ARGS)

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
     "files": 413,
     "classes": 524,
-    "lines of code": 40_075,
+    "lines of code": 40_175,
     "files that use private names of torch": 99,
 }
 LONGEST = 575

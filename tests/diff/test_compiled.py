@@ -332,6 +332,50 @@ def test_weight_norm_is_differentiated_by_its_formula(adjoint: Any) -> None:
     assert_same(adjoint, module, lambda lr: todist.sgd(lr=lr))
 
 
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda x, y: torch.add(x, y, alpha=0.1),
+    "add by names": lambda x, y: torch.add(other=y, alpha=0.1, input=x),
+    "add by a method": lambda x, y: x.add(y, alpha=0.1),
+    "add in place": lambda x, y: x.clone().add_(y, alpha=0.1),
+    "subtract": lambda x, y: torch.subtract(x, y, alpha=0.1),
+    "subtract in place": lambda x, y: x.clone().sub_(other=y, alpha=0.1),
+    "subtract a number": lambda x, _: torch.sub(x, 2, alpha=3),
+}
+
+
+def test_the_factor_of_a_sum_is_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's compiler loses it where one of both is a product of matrices."""
+    graphs: list[Any] = []
+
+    def seen(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": seen})
+    x = X[0, :3]
+    w = (2 * x).requires_grad_()
+    masked = OPTIMIZERS_OF_TREES["masked"](torch.tensor(0.1))
+    for name, sum_of in SUMS.items():
+        made = []
+        for compile in (False, True):
+
+            def loss(w: Tensor, x: Tensor, sum_of: Any = sum_of) -> Tensor:
+                return sum_of(w @ x, x).cos().sum()
+
+            result = todist.inner_loop(loss, todist.sgd(lr=0.1), w, [x, x], compile=compile)
+            made.append([result.losses, result.params])
+        torch.testing.assert_close(made[1], made[0], msg=lambda text, name=name: f"{name}: {text}")
+
+    def step(w: Tensor, grad: Tensor) -> Any:
+        params, grads = {"weight": w, "bias": w[0]}, {"weight": grad, "bias": grad[0]}
+        return masked.update(grads, masked.init(params), params=params, inplace=False)[0]["bias"]
+
+    torch.compile(step, backend=seen, fullgraph=True)(w.detach(), x)
+    assert len(graphs) > len(SUMS)
+    for graph in graphs:
+        assert not [node for node in graph.graph.nodes if "alpha" in node.kwargs]
+
+
 def test_frozen_and_unused_parameters_stay_as_they_are() -> None:
     module = net()
     module.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
@@ -580,6 +624,9 @@ def test_errors_of_the_loss_are_the_loops_own() -> None:
 def test_kernels() -> None:
     """With torch's own compiler, dropout and all."""
     assert_same(todist.Replayed(), net(nn.Dropout(0.3), nn.GELU()), lambda lr: todist.adam(lr=lr))
+    assert_same(todist.Replayed(), net(), lambda lr: todist.sgd(lr=lr, weight_decay=0.1))
+    for of_tree in OPTIMIZERS_OF_TREES.values():
+        assert_same(todist.Replayed(), net(), of_tree)
 
 
 def test_a_meta_optimizer_takes_the_word() -> None:

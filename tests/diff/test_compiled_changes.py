@@ -211,12 +211,11 @@ def test_a_module_that_gets_a_parametrization() -> None:
 NUMPYS: dict[str, Any] = {
     "scalar": (np.float64(2.0), lambda w, x, k: w.sum() * k),
     "scalar of 32 bits": (np.float32(2.0), lambda w, x, k: w.sum() * k),
-    "array": (np.full(2, 2.0), lambda w, x, k: w.sum() * k[0]),
-    "shape": (np.ones((2, 3)), lambda w, x, k: w.sum() * k.shape[1]),
     "entry": ([np.float64(2.0)], lambda w, x, k: w.sum() * k[0]),
     "part": ((np.float64(2.0),), lambda w, x, k: w.sum() * k[0]),
     "function": (np.sqrt, lambda w, x, k: w.sum() * k(2.0)),
     "module": (np, lambda w, x, k: w.sum() * k.sqrt(2.0)),
+    "array of another class": (np.ma.masked_array([2.0]), lambda w, x, k: w.sum() * k[0]),
 }
 
 
@@ -235,8 +234,123 @@ def test_what_is_numpys_is_refused_by_name(name: str, caplog: pytest.LogCaptureF
     assert not caplog.records
 
 
-@pytest.mark.parametrize("batch", [np.float64(2.0), np.full(2, 2.0, np.float32)], ids=["scalar", "array"])
-def test_numpys_batches_are_refused(batch: Any) -> None:
+ARRAY = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+ARRAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "from_numpy": lambda w, k: (w * torch.from_numpy(k)).sum(),
+    "as_tensor": lambda w, k: (w * torch.as_tensor(k)).sum(),
+    "as_tensor of a dtype": lambda w, k: (w * torch.as_tensor(k, dtype=torch.float64)).sum(),
+    "asarray": lambda w, k: (w * torch.asarray(k).double()).sum(),
+    "tensor": lambda w, k: (w * torch.tensor(k)).sum(),
+    "several": lambda w, k: (w * torch.stack([torch.from_numpy(k), torch.as_tensor(k)])).sum(),
+    "shape": lambda w, k: (w * k.shape[1]).sum() + torch.from_numpy(k).sum(),
+    "index": lambda w, k: (w[:, k.shape[0] - 2] * torch.from_numpy(k).sum()).sum(),
+}
+AS_NUMPY: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "entry": lambda w, k: w.sum() * k[0, 1],
+    "row": lambda w, k: (w * torch.from_numpy(k[0])).sum(),
+    "sum": lambda w, k: w.sum() * k.sum(),
+    "arithmetic": lambda w, k: (w * torch.from_numpy(k + 1)).sum(),
+    "item": lambda w, k: w.sum() * k.item(1),
+    "branch": lambda w, k: w.sum() * (2 if k[0, 0] > 1 else 3),
+    "loop": lambda w, k: torch.stack([w.sum() * one for one in k[0]]).sum(),
+    "Tensor": lambda w, k: (w * torch.Tensor(k)).sum(),
+}
+
+
+class Held(nn.Module):
+    """A module that has an array."""
+
+    def __init__(self, k: Any, loss: Any) -> None:
+        super().__init__()
+        self.k, self.of = k, loss
+
+    def forward(self, w: Tensor) -> Tensor:
+        made: Tensor = self.of(w, self.k)
+        return made
+
+
+def held(where: str, of: Any, k: Any) -> tuple[Callable[..., Tensor], Any]:
+    """A loss that has an array from somewhere, and batches."""
+    if where == "batch":
+        return lambda w, b: of(w, b[1]), [(X, k), (X, k + 1)]
+    if where == "global":
+        globals()["ARRAY"] = k
+        return lambda w, b: of(w, ARRAY), [X, X]
+    if where == "default":
+        return lambda w, b, k=k: of(w, k), [X, X]
+    if where == "module":
+        module = Held(k, of)
+        return lambda w, b: module(w), [X, X]
+    return lambda w, b: of(w, k), [X, X]
+
+
+def of_array(where: str, of: Any, k: Any, compile: bool) -> list[Tensor]:
+    w = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+    loss, batches = held(where, of, k)
+    result = todist.inner_loop(
+        lambda w, b: loss(w, b).cos(),
+        todist.sgd(lr=0.1),
+        w,
+        batches,
+        adjoint=todist.Replayed(),
+        compile=compile,
+    )
+    return [result.losses.detach(), *torch.autograd.grad(result.params.sum(), w)]
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("where", ["closure", "global", "default", "module", "batch"])
+def test_an_array_is_an_input(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ARRAY", ARRAY)
+    for name in ARRAYS if where == "closure" else list(ARRAYS)[:2]:
+        programs.programs_of.cache_clear()
+        k = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+        seen = []
+        for value in (0.0, 1.0, 2.0):
+            k[0, 1] = value
+            seen.append(both(functools.partial(of_array, where, ARRAYS[name], k)))
+            count = len(made)
+        assert not torch.equal(seen[0][0], seen[1][0]), name
+        assert len(made) == count
+        for other in (k.astype(np.float64), np.asfortranarray(k), k[:1].copy()):
+            both(functools.partial(of_array, where, ARRAYS[name], other))
+
+
+def test_an_array_that_is_used_as_one_is_refused() -> None:
+    """Of an array's entry torch takes the value, and the compiler the dtype, too."""
+    for name, of in AS_NUMPY.items():
+        programs.programs_of.cache_clear()
+        with pytest.warns(UserWarning, match="runs as without it, since the compiler refuses it"):
+            both(functools.partial(of_array, "closure", of, ARRAY.astype(np.float64)))
+        assert not made, name
+    programs.programs_of.cache_clear()
+    with pytest.warns(UserWarning, match=r"as it is in `.*k\[0, 1\].*`: make a tensor of it first, by torch"):
+        both(functools.partial(of_array, "batch", AS_NUMPY["entry"], ARRAY))
+
+
+def test_whole_numbers_and_indices_of_numpys_in_a_batch_are_inputs() -> None:
+    w = torch.ones(4, requires_grad=True)
+    meta = torch.linspace(-1, 1, 6, requires_grad=True)
+    draw = np.random.default_rng(0)
+    given = [(draw.permutation(6)[:4], draw.integers(6)) for _ in range(6)]
+
+    def run(compile: bool) -> list[Tensor]:
+        result = todist.inner_loop(
+            lambda w, b: ((w * meta[b[0]] - meta[b[1]] / (b[1] + 1)) ** 2).sum() + torch.tensor(b[1]) / 3,
+            todist.sgd(lr=0.1),
+            w,
+            given,
+            meta=meta,
+            compile=compile,
+        )
+        return [result.losses.detach(), *torch.autograd.grad(result.params.sum(), (w, meta))]
+
+    both(run)
+    assert len(made) <= 3
+
+
+@pytest.mark.parametrize("batch", [np.float64(2.0), np.int32(2), np.bool_(True)], ids=repr)
+def test_numpys_other_scalars_of_a_batch_are_refused(batch: Any) -> None:
     w = torch.ones(2, requires_grad=True)
 
     def run(compile: bool) -> list[Tensor]:
@@ -345,6 +459,41 @@ def test_other_numbers_of_a_batch_are_an_input_of_the_second_program() -> None:
 
     both(run)
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("adjoint", [todist.Replayed(), todist.Recorded()], ids=repr)
+def test_where_compiling_does_not_pay_it_is_said_once_with_both_times(
+    adjoint: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    w = torch.ones(1, requires_grad=True)
+    seconds = {"without": 0.0}
+
+    def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+        return function(), seconds.get(function.__name__, 0.003)
+
+    def run(steps: int, compile: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        result = todist.inner_loop(
+            lambda w: (w * torch.rand(1)).square().sum(),
+            todist.sgd(lr=0.1),
+            w,
+            steps,
+            adjoint=adjoint,
+            compile=compile,
+        )
+        return [result.losses.detach(), torch.rand(1)]
+
+    monkeypatch.setattr(programs, "timed", timed)
+    for plain, steps, count in ((0.004, 30, 0), (0.002, 10, 0), (0.002, 11, 1), (0.001, 30, 1)):
+        if count == 0:
+            programs.programs_of.cache_clear()
+        seconds["without"] = plain
+        both(functools.partial(run, steps))
+        said = [one.getMessage() for one in caplog.records if one.name == "torchopt_dist"]
+        assert len(said) == count
+    assert said == [
+        "an inner loop with compile=True takes 3 ms a step, and 2 ms without it: it does not pay here"
+    ]
 
 
 NUMBER = 2.0

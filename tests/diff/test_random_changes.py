@@ -2,8 +2,9 @@
 
 A loss draws what it reads: numbers, helpers, tensors, indices, in closures, globals, defaults and objects; its module
 has hooks, modes and attributes; its optimizer a mask, numbers and schedules. Between two calls one of these becomes
-another. Programs run torch's own operations. ``make fuzz`` runs more of them; ``TODIST_FUZZ_SEED=<seed>`` runs those
-from this seed on, and ``TODIST_FUZZ_LOOPS`` says how many.
+another. Programs run torch's own operations, and nightly those of a few losses are kernels. ``make fuzz`` runs more of
+them; ``TODIST_FUZZ_SEED=<seed>`` runs those from this seed on, ``TODIST_FUZZ_LOOPS`` says how many, and
+``TODIST_FUZZ_KERNELS`` how many as kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,8 +30,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
-MORE = os.environ.get("TODIST_FUZZ_LOOPS")
-LOSSES = max(1, int(MORE) // 10) if MORE else 1
+MORE, KERNELS = os.environ.get("TODIST_FUZZ_LOOPS"), os.environ.get("TODIST_FUZZ_KERNELS")
+LOSSES = {
+    "traced": max(1, int(MORE) // 10) if MORE else 1,
+    "kernels": int(KERNELS or 3),
+}
 SEED = int(os.environ.get("TODIST_FUZZ_SEED") or (random.randrange(10**9) if MORE else 0))
 CHANGES = 3
 D = torch.float64
@@ -37,23 +42,30 @@ NUMBER: Any = 1.5
 WHOLE: Any = 3
 TABLE: dict[str, Any] = {"by": 1.5, "all": [1.0, 2.0]}
 TENSOR = torch.ones(2, dtype=D)
+ARRAY = np.ones(2)
 
 
 def helper(x: Tensor) -> Tensor:
     return 1.5 * x
 
 
-@pytest.fixture(autouse=True)
-def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(programs, "_inductor", lambda _captured, graph, _inputs: graph)
+@pytest.fixture(
+    autouse=True,
+    params=["traced", pytest.param("kernels", marks=[] if KERNELS else pytest.mark.nightly)],
+)
+def losses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """How many there are, whose programs the compiler has traced only, or has made kernels of."""
+    if request.param == "traced":
+        monkeypatch.setattr(programs, "_inductor", lambda _captured, graph, _inputs: graph)
     programs.programs_of.cache_clear()
     torch.compiler.reset()
     for name in ("NUMBER", "WHOLE", "TENSOR", "helper"):
         monkeypatch.setitem(globals(), name, globals()[name])
+    monkeypatch.setitem(globals(), "ARRAY", np.ones(2))
     monkeypatch.setitem(globals(), "TABLE", {"by": 1.5, "all": [1.0, 2.0]})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*compile=True")
-        yield
+        yield LOSSES[request.param]
 
 
 class Scaled(nn.Module):
@@ -86,8 +98,9 @@ class Drawn:
         self.weights = torch.rand(4, dtype=D, requires_grad=True)
         self.rows, self.rate, self.least, self.kind = 2, 0.05, 2, 0
         self.hooks: list[Any] = []
+        self.whole_as = self.draw.choice([int, np.int64])
         self.own = SimpleNamespace(
-            number=1.5, whole=2, of=functools.partial(powered, by=0.5), entries=[1.5, 2]
+            number=1.5, whole=2, of=functools.partial(powered, by=0.5), entries=[1.5, 2], array=np.ones(2)
         )
         named = sorted(self.TERMS)
         self.terms = self.draw.sample(named, 4)
@@ -165,6 +178,17 @@ class Drawn:
     def tensor_changed(self) -> None:
         globals()["TENSOR"] = torch.rand(self.draw.choice([2, 3]), dtype=self.draw.choice([D, torch.float32]))
 
+    def by_array(self) -> Term:
+        array = self.own.array
+        return lambda value, _: value * torch.as_tensor(array).sum() + torch.from_numpy(ARRAY).sum()
+
+    def array_changed(self) -> None:
+        if self.draw.random() < 0.5:
+            self.own.array[0] = ARRAY[-1] = self.number()
+        else:
+            kind = self.draw.choice([np.float64, np.float32])
+            self.own.array = np.full(self.draw.choice([2, 3]), self.number(), kind)
+
     def by_helper(self) -> Term:
         return lambda value, _: helper(value)
 
@@ -184,6 +208,7 @@ class Drawn:
         "globals": (by_globals, lambda own: globals().update(NUMBER=own.number(), WHOLE=own.whole())),
         "table": (by_table, table_changed),
         "tensor": (by_tensor, tensor_changed),
+        "array": (by_array, array_changed),
         "helper": (by_helper, helper_changed),
         "deciding": (by_deciding, closure_changed),
     }
@@ -238,7 +263,8 @@ class Drawn:
     def batches(self) -> list[Any]:
         made = torch.Generator().manual_seed(self.rows)
         return [
-            (torch.rand(self.rows, 2, dtype=D, generator=made), torch.tensor(k % 4), k + 1) for k in range(3)
+            (torch.rand(self.rows, 2, dtype=D, generator=made), torch.tensor(k % 4), self.whole_as(k + 1))
+            for k in range(3)
         ]
 
     def change(self, name: str) -> None:
@@ -303,19 +329,19 @@ def agree(seed: int, of: str) -> None:
         )
 
 
-@pytest.mark.timeout(max(300, 30 * LOSSES))
-def test_random_loops_agree_after_each_change() -> None:
-    print(f"TODIST_FUZZ_SEED={SEED}: {LOSSES} losses")
-    for seed in range(SEED, SEED + LOSSES):
+@pytest.mark.timeout(max(600, 120 * max(LOSSES.values())))
+def test_random_loops_agree_after_each_change(losses: int) -> None:
+    print(f"TODIST_FUZZ_SEED={SEED}: {losses} losses")
+    for seed in range(SEED, SEED + losses):
         agree(seed, "of_loop")
 
 
-@pytest.mark.timeout(max(300, 30 * LOSSES))
-def test_random_tasks_agree_after_each_change() -> None:
-    print(f"TODIST_FUZZ_SEED={SEED}: {LOSSES} losses")
+@pytest.mark.timeout(max(600, 120 * max(LOSSES.values())))
+def test_random_tasks_agree_after_each_change(losses: int) -> None:
+    print(f"TODIST_FUZZ_SEED={SEED}: {losses} losses")
 
     def body() -> None:
-        for seed in range(SEED, SEED + LOSSES):
+        for seed in range(SEED, SEED + losses):
             agree(seed, "of_task")
 
     todist.auto_init_rpc()(body)()

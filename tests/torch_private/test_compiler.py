@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from torchopt_dist import torch_private as private
+from torchopt_dist.core.meaning import Family, Meaning, RefusedError
 
 config = pytest.importorskip("torch._dynamo.config")
 
@@ -162,3 +164,22 @@ def test_whether_the_compiler_sees_other_defaults_and_a_forward_of_an_instance(
     seen = seen and torch.compile(parts, backend="eager", fullgraph=True)(torch.ones(())) == 7
     assert seen or private.compiler_overlooks()
     assert not (seen and private.compiler_overlooks())
+
+
+def test_arrays_of_numpy_are_known_among_the_inputs_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.ones(2, np.float32)
+    graphs: list[Any] = []
+
+    def noted(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compile(lambda x: x * torch.from_numpy(array), backend=noted, fullgraph=True)(torch.ones(2))
+    ((_, user),) = private.users_of_arrays(graphs[0])
+    assert user.target is torch.as_tensor
+    private.compiler._imported.cache_clear()
+    monkeypatch.delattr("torch._dynamo.source.NumpyTensorSource")
+    assert private.source_of_arrays() is None
+    assert not [*private.users_of_arrays(graphs[0])]
+    with pytest.raises(RefusedError, match=r"the array is a numpy\.ndarray"):
+        Meaning(Family(), [("the array", array)], None)

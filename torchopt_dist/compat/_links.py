@@ -163,7 +163,7 @@ def update_moment(updates: Any, moments: Any, decay: Any, *, order: int, inplace
             return moment
         added = g if order == 1 else g.square() if order == 2 else g**order
         if inplace and isinstance(moment, Tensor):
-            return moment.mul_(decay).add_(added, alpha=1 - decay)
+            return moment.mul_(decay).add_((1 - decay) * added)
         return decay * moment + (1 - decay) * added
 
     return pytree.tree_map(one, moments, updates)

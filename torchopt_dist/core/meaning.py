@@ -6,7 +6,7 @@ Two calls are the same if all of this is, recursively, and then tensors and numb
   the global names that its code reads, through attributes of the user's modules, too; of a function of an installed
   package not the global names;
 - a method, a partial, a function with a cache, a compiled one: what it is made of;
-- a tensor: its class, dtype, shape, strides, device and requires_grad; never its values;
+- a tensor: its class, dtype, shape, strides, device and requires_grad; never its values; an array of numpy likewise;
 - a module, or another object: its class, and all its attributes: training modes, hooks, parts, numbers;
 - a class: itself, and what its methods and attributes are made of, if it is the user's;
 - a list, a tuple, a set or a dictionary: its entries in order; another object of Python's or of a package: its class,
@@ -15,8 +15,8 @@ Two calls are the same if all of this is, recursively, and then tensors and numb
   a set, or what is pickled, a number is itself; so is a zero, which often decides;
 - which of these are one and the same object, and torch's surroundings: autocast, default dtype, hooks of all modules.
 
-What has no such key is refused by name: :class:`RefusedError`. So is numpy, which the compiler takes for tensors, whose
-dtype what is computed with them then has.
+What has no such key is refused by name: :class:`RefusedError`. So is what else is numpy's: the compiler takes a scalar
+for a tensor, whose dtype what is computed with it then has.
 
 Torch's compiler looks global names up in the module of a function's name. A function that was sent by value has
 another module's name, or none's, so it is replaced by one :class:`Family.at_home`, and the names there are given anew
@@ -38,13 +38,20 @@ from threading import RLock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.code_names import is_installed, is_numpys, reads, top_package
 from torchopt_dist.core.reached import CONTAINERS, is_structure, map_parts, parts_of
 from torchopt_dist.core.surroundings import modes
-from torchopt_dist.torch_private import compiler_overlooks, hooks_of_all_modules, name_of_op, original_of
+from torchopt_dist.torch_private import (
+    compiler_overlooks,
+    hooks_of_all_modules,
+    name_of_op,
+    original_of,
+    source_of_arrays,
+)
 
 __all__ = ["Family", "Meaning", "Record", "RefusedError"]
 
@@ -238,6 +245,8 @@ class Meaning:
         self._kept.append(thing)
         if isinstance(thing, Tensor):
             self._note(place, _kind_of_tensor(thing))
+        elif kind is np.ndarray and source_of_arrays() is not None:
+            self._note(place, (kind, thing.dtype, thing.shape, thing.strides, thing.flags.writeable))
         elif is_numpys(thing):
             _refuse(thing, place, "which the compiler takes for a tensor: give it a number or a tensor")
         elif kind is FunctionType:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core.meaning import Family, Meaning, Record, RefusedError
 from torchopt_dist.core.reached import parts_of
-from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients
+from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients, users_of_arrays
 
 __all__ = [
     "CompileMode",
@@ -38,7 +40,9 @@ __all__ = [
     "check_mode",
     "code_of",
     "detached",
+    "plain_number",
     "programs_of",
+    "timed",
 ]
 
 CompileMode = bool | Literal["reduce-overhead"]
@@ -49,6 +53,9 @@ LIMIT = 16
 """Of the variants of one function, such as one for each shape, and of the programs that a number decides in one, where
 the environment variable does not say it."""
 
+STEPS = 10
+"""After how many steps it is known whether they pay."""
+
 _OF_LIBRARIES = (
     "_import_torch_dot_",
     "_import_torchopt_dist_dot_",
@@ -58,6 +65,9 @@ _OF_LIBRARIES = (
     "__import__('torch')",
 )
 """What is in the names of guards on the code of libraries, torchopt_dist's among them."""
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OF_ARRAYS = (torch.as_tensor, torch.asarray, torch.tensor)
+"""What makes a tensor of an array; in a graph ``torch.from_numpy`` is the first."""
 _log = logging.getLogger("torchopt_dist")
 _count = itertools.count()
 
@@ -138,7 +148,9 @@ class Programs:
                     raise RefusedError(
                         self._one_too_many(record, *(one.first for one in self.variants.values()))
                     )
-                found = self.variants[record.key] = Variant(self._name, self._captured, record)
+                found = self.variants[record.key] = Variant(
+                    self._name, self._captured, record, measured=not self.variants
+                )
             return found
 
     def _one_too_many(self, record: Record, *others: Record) -> str:
@@ -152,8 +164,10 @@ class Programs:
 class Variant:
     """The programs of one meaning."""
 
-    def __init__(self, name: str, captured: bool, first: Record) -> None:
+    def __init__(self, name: str, captured: bool, first: Record, *, measured: bool = False) -> None:
         self.first = first
+        self._seconds: list[float] | None = [] if measured else None
+        """Of the first steps, until it is known whether they pay."""
         self.changed: set[str] = set()
         """Where numbers were others than in the first call."""
         self._name, self._captured = name, captured
@@ -169,9 +183,39 @@ class Variant:
         """The program of a pure function; ``look`` and ``aloud`` are as those of :class:`Program`."""
         if function not in self._made:
             self._made[function] = Program(
-                function, self._name, look, changed=self.changed, captured=self._captured, aloud=aloud
+                function,
+                self._name,
+                look,
+                changed=self.changed,
+                captured=self._captured,
+                has_arrays=any(type(one) is tuple and one and one[0] is np.ndarray for one in self.first.key),
+                aloud=aloud,
             )
         return self._made[function]
+
+    def step(self, run: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """What a step makes; after ten of them, say so once if one takes no longer without the compiler.
+
+        Args:
+            run: makes the step.
+            otherwise: makes one without the compiler, which is not used.
+        """
+        known = self._seconds
+        if known is None:
+            return run()
+        made, took = timed(run)
+        known.append(took)
+        if len(known) > STEPS and self._seconds is not None:  # the first one was compiled
+            self._seconds, ours = None, min(known)
+            plain = min(timed(otherwise)[1] for _ in range(2))
+            if plain <= ours:
+                _log.warning(
+                    "%s with compile=True takes %.2g ms a step, and %.2g ms without it: it does not pay here",
+                    self._name,
+                    1e3 * ours,
+                    1e3 * plain,
+                )
+        return made
 
 
 class Program:
@@ -184,6 +228,7 @@ class Program:
         changed: where numbers have changed since the first call, in words of a meaning.
         captured: on a GPU, capture the program as a CUDA graph where grad mode is off. A graph writes its results to
             the same memory at each run, so each call copies them.
+        has_arrays: arrays of numpy are among its inputs.
         aloud: say that it is being compiled also where the output is no terminal and the log does not tell it.
     """
 
@@ -195,9 +240,10 @@ class Program:
         *,
         changed: Collection[str] = (),
         captured: bool = False,
+        has_arrays: bool = False,
         aloud: bool = False,
     ) -> None:
-        self._changed, self._aloud = changed, aloud
+        self._changed, self._has_arrays, self._aloud = changed, has_arrays, aloud
         self._function, self._name, self._look, self._captured = function, name, look, captured
         self._takes_numbers = not captured  # of which torch's are tensors of the CPU
         self._compiled, self._refusal, self.has_run = self._compile(), "", False
@@ -208,8 +254,9 @@ class Program:
         own = types.FunctionType(code, self._function.__globals__, closure=self._function.__closure__)
         own.__kwdefaults__ = self._function.__kwdefaults__
         how = how_to_compile(captured=self._captured)
-        if self._look is not None:
-            how["backend"] = partial(_seen, self._look, how["backend"])
+        if self._has_arrays:  # which the compiler cannot guard where guards are chosen
+            how.pop("options", None)
+        how["backend"] = partial(_seen, self._look, how["backend"])
         return torch.compile(own, fullgraph=True, dynamic=None if self._takes_numbers else False, **how)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -265,6 +312,15 @@ def programs_of(code: Any, name: str, mode: CompileMode) -> Programs:
     return Programs(name, mode)
 
 
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """What a function makes, and the seconds that it takes, those of a GPU included."""
+    begun = time.perf_counter()
+    made = function()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return made, time.perf_counter() - begun
+
+
 def limit() -> int:
     """How many programs one function may have; see :data:`LIMIT`.
 
@@ -314,11 +370,30 @@ def _inductor(captured: bool, graph: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _seen(
-    look: Callable[[Any], None], backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
+    look: Callable[[Any], None] | None, backend: Callable[[Any, Any], Any], graph: Any, inputs: Sequence[Any]
 ) -> Any:
-    """What a backend makes of a graph, after a look at it."""
-    look(graph)
+    """What a backend makes of a graph, after a look at it.
+
+    Raises:
+        NotImplementedError: it computes with an array as numpy does, of which an entry is a number in the function, and
+            a tensor of the array's dtype in the graph.
+    """
+    for array, user in users_of_arrays(graph):
+        if user.target not in _OF_ARRAYS and (user.target is not operator.getitem or user.args[0] is array):
+            frames = re.findall(r'File "(.+)", line \d+.*\n *(.*)', user.stack_trace or "")
+            lines = [line for file, line in frames if not file.startswith(_PACKAGE)]
+            raise NotImplementedError(
+                f"an array of numpy is used as it is in `{''.join(lines[-1:])}`: make a tensor of it first, by "
+                "torch.as_tensor"
+            )
+    if look is not None:
+        look(graph)
     return backend(graph, inputs)
+
+
+def plain_number(leaf: Any) -> Any:
+    """An argument; a whole number of numpy, which the compiler takes for a tensor, as Python's."""
+    return int(leaf) if type(leaf) is np.int64 else leaf
 
 
 def detached(tree: Any) -> Any:

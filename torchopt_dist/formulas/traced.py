@@ -2,11 +2,13 @@
 
 A tensor that is one index is one; inside of transforms normalization and embeddings are, too. The compiler cannot trace
 the replacement of torch's functions, and follows a mode; it sees the functions of ``torch.nn.functional``, whose
-arguments have another order. It shows ``weight_norm`` to no mode: that is replaced in the graph.
+arguments have another order. It shows ``weight_norm`` to no mode: that is replaced in the graph, and so is the factor
+``alpha=`` of a sum, which Inductor (2.11 to 2.13) leaves out where a product of matrices is added.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,9 @@ from torchopt_dist.torch_private import places_of_weight_norm
 
 __all__ = ["TracedFormulas", "with_formulas"]
 
+_SUMS = frozenset(
+    (torch.add, torch.sub, torch.subtract, "add", "add_", "sub", "sub_", "subtract", "subtract_")
+)
 _WEIGHT_NORMS = frozenset(getattr(module, name) for module, name in places_of_weight_norm())
 
 
@@ -62,12 +67,19 @@ class TracedFormulas(TorchFunctionMode):
 
 
 def with_formulas(graph: Any) -> None:
-    """Replace in a graph what no mode sees, and torch differentiates wrongly twice."""
+    """Replace in a graph what no mode sees: what torch differentiates wrongly twice, or what its compiler loses."""
     for part in graph.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             if node.op == "call_function" and node.target in _WEIGHT_NORMS:
                 node.target = scaled_to
-                part.recompile()
+            elif "alpha" in node.kwargs and node.target in _SUMS:
+                given = {**dict(zip(("input", "other"), node.args, strict=False)), **node.kwargs}
+                with part.graph.inserting_before(node):
+                    scaled = part.graph.call_function(operator.mul, (given.pop("other"), given.pop("alpha")))
+                node.args, node.kwargs = (given.pop("input"), scaled), given
+            else:
+                continue
+            part.recompile()
 
 
 def _layer_norm(

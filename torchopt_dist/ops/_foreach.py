@@ -81,7 +81,10 @@ def add(xs: list[Tensor], ys: list[Tensor], alpha: Factor = 1.0, *, inplace: boo
     """
     if isinstance(alpha, Tensor):
         ys, alpha = multiply(ys, alpha), 1.0
-    if runs_in_a_loop(xs):
+    if torch.compiler.is_compiling():
+        # Inductor (2.11 to 2.13) loses the factor of a sum where `y` is a product of matrices.
+        added = [x.add_(y * alpha) if inplace else x + y * alpha for x, y in zip(xs, ys, strict=True)]
+    elif runs_in_a_loop(xs):
         added = [
             x.add_(y, alpha=alpha) if inplace else x.add(y, alpha=alpha) for x, y in zip(xs, ys, strict=True)
         ]

@@ -14,9 +14,11 @@ from torchopt_dist.torch_private.compiler import (
     gradients_are_traced,
     is_one_program_too_many,
     original_of,
+    source_of_arrays,
     traced_leaf,
     traced_samples,
     tracing_gradients,
+    users_of_arrays,
 )
 from torchopt_dist.torch_private.engine import (
     advance_sequence_numbers,
@@ -184,6 +186,7 @@ __all__ = [
     "set_parameters",
     "set_pending_gpu_seeds",
     "set_sequence_number",
+    "source_of_arrays",
     "tensor_at_level",
     "tensor_version",
     "tensorpipe_options_with_sockets",
@@ -195,6 +198,7 @@ __all__ = [
     "transform_level",
     "transforms_are_active",
     "transforms_are_only",
+    "users_of_arrays",
     "vmap_randomness",
     "vmaps",
     "when_run_fails",

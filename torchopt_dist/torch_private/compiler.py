@@ -94,6 +94,20 @@ def as_input(number: int) -> int:
     return made(number)
 
 
+def source_of_arrays() -> type | None:
+    """The class of where an input of a graph is from that is an array of numpy; without the name arrays are refused."""
+    made: type | None = getattr(_imported("torch._dynamo.source"), "NumpyTensorSource", None)
+    return made
+
+
+def users_of_arrays(graph: Any) -> Iterator[tuple[Any, Any]]:
+    """Of a graph's inputs those that are arrays of numpy, each with each node that it goes into."""
+    kind = source_of_arrays()
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if kind is not None and isinstance(getattr(node, "_dynamo_source", None), kind):
+            yield from ((node, user) for user in node.users)
+
+
 class _Histories:
     """The nodes of the graph that a tensor is from, or none where they are not asked for."""
 

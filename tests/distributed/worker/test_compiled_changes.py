@@ -261,6 +261,58 @@ def test_values_of_tensors_are_inputs_wherever_they_are(graphs: list[Any], kind:
     in_a_world(body)
 
 
+def scaled_by_array(by: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * torch.as_tensor(by)
+
+
+ARRAYS: dict[str, Callable[[Any], Any]] = {
+    "in a closure": lambda k: calls(scaled_by_array(k)),
+    "a global": lambda k: of_globals(TASK + "(x * torch.from_numpy(K) * w).sum().cos()", K=k),
+    "in a global list": lambda k: of_globals(TASK + "(x * torch.from_numpy(K[0]) * w).sum().cos()", K=[k]),
+    "of an object": lambda k: of_globals(TASK + "(x * torch.tensor(O.by) * w).sum().cos()", O=Scale(k)),
+    "of a module": lambda k: of_globals(
+        TASK + "(x * torch.asarray(M.scale) * w).sum().cos()", M=with_scale(k)
+    ),
+    "a default": lambda k: functools.partial(with_array, by=k),
+}
+
+
+def with_array(net: nn.Module, w: Tensor, x: Tensor, by: Any = None) -> Tensor:
+    return (x * torch.as_tensor(by) * w).sum().cos()
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_values_of_arrays_are_inputs_wherever_they_are(graphs: list[Any], kind: str) -> None:
+    def body() -> None:
+        net = network()
+        for value in (2.0, 3.0):
+            agree(ARRAYS[kind](np.full(2, value)), net)
+        assert len(graphs) == 1
+        agree(ARRAYS[kind](np.full(2, 4.0, np.float32)), net)
+        assert len(graphs) == 2
+
+    in_a_world(body)
+
+
+def test_arrays_and_whole_numbers_of_numpys_may_be_arguments(graphs: list[Any]) -> None:
+    def task(w: Tensor, k: Any, n: Any) -> Tensor:
+        return (w * torch.from_numpy(k)).sum() * n + w[n]
+
+    def body() -> None:
+        w = torch.ones(3, requires_grad=True)
+        for value in (1, 2, 1):
+            given = np.full((2, 3), value, np.float32), np.int64(value)
+            made = []
+            for compile in (False, True):
+                call = todist.parallelize(todist.tasks, todist.stack_reducer, compile=compile)
+                made.append(call(task)(torch.stack([w, 2 * w]), *given))
+            assert made[0].dtype == made[1].dtype
+            torch.testing.assert_close(made[1], made[0])
+
+    in_a_world(body)
+
+
 def scale_of_branch(net: nn.Sequential) -> None:
     net[-1].scale = 3.0
 
@@ -435,7 +487,6 @@ def test_buffers_that_a_program_cannot_return_are_refused_by_name() -> None:
 UNKNOWN = {
     "a lock": Lock(),
     "a scalar of numpy": np.float64(2.0),
-    "an array of numpy": np.ones(2),
     "a function of numpy": np.sqrt,
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.meaning import Meaning, RefusedError
-from torchopt_dist.core.programs import CompileMode, Programs, Variant, code_of, programs_of
+from torchopt_dist.core.programs import CompileMode, Programs, Variant, code_of, plain_number, programs_of
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.types import OptionalTensor, OptState
 from torchopt_dist.core.vjp import plus, pulled_back
@@ -212,12 +212,17 @@ class CompiledLoop(Loop):
             return otherwise()
         if isinstance(self.loss, Bound) and not self.loss.is_the_same:
             return otherwise()  # a program would have what names mean now
+
+        def without() -> Any:
+            with kept_generators():
+                return otherwise()
+
         with torch.set_grad_enabled(record), Turn(exclusive=True):
             seed_step(self.seed, number)  # which a batch's random numbers come from, too
             batch: Any = ()
             if self.batches is not None:
                 with self.substituted(), torch.set_grad_enabled(record or batch_with_history):
-                    batch = (self.batch(number),)
+                    batch = (optree.tree_map(plain_number, self.batch(number), none_is_leaf=True),)
                 if self.others is not None:  # a tensor of the batches may be declared itself
                     new = {id(old): other for old, other in zip(self.declared, self.others, strict=True)}
                     if self.met is not None:
@@ -230,7 +235,10 @@ class CompiledLoop(Loop):
                 parts = self.parts._replace(call=call, optimizer=optimizer)
                 given: Any = batch
                 given = optree.tree_map(_with_inputs, given, none_is_leaf=True)
-                return variant.program(function, with_formulas, aloud=self.progress)(parts, *arguments(given))
+                program = variant.program(function, with_formulas, aloud=self.progress)
+                if function is not step:
+                    return program(parts, *arguments(given))
+                return variant.step(lambda: program(parts, *arguments(given)), without)
 
             return programs.run([("its batch", one) for one in batch], run, otherwise, base=base)
 

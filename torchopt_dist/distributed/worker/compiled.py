@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.core.meaning import RefusedError
-from torchopt_dist.core.programs import CompileMode, Variant, code_of, detached, programs_of
+from torchopt_dist.core.programs import CompileMode, Variant, code_of, detached, plain_number, programs_of
 from torchopt_dist.core.second_order import with_refusal
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
@@ -88,7 +88,10 @@ class CompiledTask:
             changed = zip(buffers, made, strict=True)
             return value, {old.key: new for old, new in changed if differs(old.tensor, new)}
 
-        things = (("the function", self._function), *zip(_names(spec), leaves, strict=True))
+        things = (
+            ("the function", self._function),
+            *zip(_names(spec), map(plain_number, leaves), strict=True),
+        )
         return self._programs.run(things, run, otherwise, (spec, tuple(mapped)))
 
     def _buffers_of(
