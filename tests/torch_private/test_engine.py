@@ -184,6 +184,27 @@ def test_a_loss_is_differentiated_as_torch_does_it_even_where_the_engine_is_hidd
     assert torch.autograd.grad in seen
 
 
+@pytest.mark.parametrize("hide", [False, True])
+def test_edges_are_differentiated_as_torch_does_it_even_where_the_engine_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, hide: bool
+) -> None:
+    if hide:
+        monkeypatch.setattr(torch.autograd, "Variable", SimpleNamespace())
+    x, unused = torch.tensor([2.0], requires_grad=True), torch.tensor([1.0], requires_grad=True)
+    edges = [torch.autograd.graph.get_gradient_edge(value) for value in (x**3, x**2)]
+    bars = [torch.tensor([0.5]), torch.tensor([2.0])]
+    grad, none = private.grad_of_edges(edges, [x, unused], bars, create_graph=True)
+    assert grad is not None
+    assert none is None
+    torch.testing.assert_close(grad.detach(), torch.tensor([0.5 * 12.0 + 2.0 * 4.0]))
+    torch.testing.assert_close(torch.autograd.grad(grad, x)[0], torch.tensor([0.5 * 12.0 + 4.0]))
+    (plain, _) = private.grad_of_edges(edges, [x, unused], bars)
+    assert plain is not None
+    assert not plain.requires_grad
+    with pytest.raises(RuntimeError, match="second time"):
+        private.grad_of_edges(edges, [x], bars)
+
+
 class _Nested(torch.autograd.Function):
     """Its backward makes another backward pass, and so on; the engine goes on in another thread where they are many."""
 

@@ -258,9 +258,9 @@ def test_functions_that_are_differentiable_once_are_known_unless_their_names_are
     assert private.once_differentiable_name(type(y.grad_fn)) == "_Once"
     assert private.once_differentiable_name(type(x.exp().grad_fn)) is None
     (grad,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
-    assert private.is_refusal(grad.grad_fn)
-    assert not private.is_refusal(y.grad_fn)
-    assert not private.is_refusal(SimpleNamespace())
+    assert private.is_refusal(type(grad.grad_fn))
+    assert not private.is_refusal(type(y.grad_fn))
+    assert not private.is_refusal(SimpleNamespace)
     monkeypatch.setattr(type(y.grad_fn), "_forward_cls", None)
     assert private.once_differentiable_name(type(y.grad_fn)) is None
 
