@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import torchopt_dist as todist
 from torchopt_dist.formulas import tiled_attention as tiled
 from torchopt_dist.formulas.attention import attention_by_formula
+from torchopt_dist.formulas.operands import Attention
 
 Tensors = list[Tensor]
 
@@ -225,3 +226,21 @@ def test_steps_with_a_checkpoint_around_attention(
     ours = metagradient(adjoint, checkpoints=True, layer=layer)
     monkeypatch.setattr(tiled, "LONG", 1000)
     torch.testing.assert_close(ours, metagradient(adjoint, checkpoints=False, layer=layer))
+
+
+def test_tiles_of_an_accelerator_have_more_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LONG", 64), ("TILE", 32), ("ROWS", 1)):
+        monkeypatch.setattr(tiled, name, value)
+    rows = {}
+    for device in ("cpu", "meta"):
+        for length in (8, 32, 64):
+            tensor = torch.empty(1, length, 4, device=device)
+            rows[device, length] = tiled._rows_of_a_tile(Attention(tensor, tensor, tensor))
+    assert rows == {
+        ("cpu", 8): 4,  # of 8 scores
+        ("cpu", 32): 1,
+        ("cpu", 64): 1,
+        ("meta", 8): 0,
+        ("meta", 32): 16,
+        ("meta", 64): 8,
+    }
