@@ -77,7 +77,7 @@ class GPT(nn.Module):
 
 
 def scores(shape: Shape, way: Way, *, small: bool = False) -> list[Tensor]:
-    """What a way gives, of 24 queries, or of the mean of these."""
+    """What a way gives of the first query, a sequence; the others are sequences, too."""
     generator = torch.Generator().manual_seed(0)
     count = shape.sequences * shape.steps
     text = torch.randint(VOCABULARY, (count + 24, shape.tokens + 1), generator=generator)
@@ -96,11 +96,11 @@ def scores(shape: Shape, way: Way, *, small: bool = False) -> list[Tensor]:
         return [trained.last.weight.detach()]
 
     def queries(model: nn.Module) -> Tensor:
-        losses: Tensor = model(text[count:])
-        return losses if way.queries > 1 else losses.mean()[None]
+        losses: Tensor = model(text[count : count + way.queries])
+        return losses
 
     found = todist.attribute(training, queries, adjoint=way.adjoint, together=way.together)
-    return [found.scores.mean(0)]
+    return [found.scores[0]]
 
 
 def case(name: str, way: str) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Is ``compile=True`` as fast on what people write? Data weights through 200 steps of Adam, picked in five ways.
 
 The loss of each step counts by a weight of the batch, ``w[i]``, and the gradient is that of the weights. The first row
-needs no index; the others pick the weight by ``index_select``, by an index that is a tensor, by a Python number, by a
-function of the step's number, and by random indices. Each is a process of its own, on one thread; the first call, with
-an empty cache, compiles. Then compiled and plain calls take turns, and the median counts. The gradients are compared.
+needs no index, since each row of a batch has a weight; the others pick the weight by ``index_select``, by an index that
+is a tensor, by a Python number, by a function of the step's number, and by random indices. Each is a process of its
+own, on one thread; the first call, with an empty cache, compiles. Then compiled and plain calls take turns, and the
+median counts. The gradients are compared.
 
     python benchmarks/compiled_as_written.py            # by hand, on a quiet machine; prints the table
 """
@@ -29,7 +30,7 @@ import torchopt_dist as todist
 
 STEPS, WIDTH, BATCH = 200, 64, 64
 ROWS = {
-    "one weight for all steps": "one",
+    "one vector for all steps, a weight a row": "one",
     "`w.index_select(0, i[None])[0]`, `i` a tensor": "select",
     "`w[i]`, `i` a tensor of the batch": "tensor",
     "`w[i]`, `i` a Python number of the batch": "number",
@@ -56,15 +57,15 @@ def gradient(kind: str) -> Callable[[bool], Tensor]:
     }[kind]
 
     def run(compile: bool) -> Tensor:
-        w = torch.ones(len(rows) if kind == "random" else STEPS, requires_grad=True)
+        w = torch.ones({"random": len(rows), "one": BATCH}.get(kind, STEPS), requires_grad=True)
 
         def loss(net: nn.Module, batch: Any) -> Tensor:
             if kind == "random":
                 return (w[batch, None] * (net(rows[batch]) - targets[batch]).square()).mean()
             x, y, i = batch
-            weight = (
-                w.mean() if kind == "one" else w.index_select(0, i[None])[0] if kind == "select" else w[i]
-            )
+            if kind == "one":
+                return (w[:, None] * (net(x) - y).square()).mean()
+            weight = w.index_select(0, i[None])[0] if kind == "select" else w[i]
             return weight * (net(x) - y).square().mean()
 
         torch.manual_seed(1)
