@@ -39,6 +39,7 @@ def on_such_a_torch(program, before="", **env):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.torch_rpc
 def test_workers_of_a_quarter_of_the_tests_are_on_such_a_torch(world, monkeypatch):
     def found():
         return rpc.is_available(), type(current_group().transport).__name__
