@@ -94,7 +94,9 @@ def of_a_solve(function: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
 
 
 def of_an_equilibrium(function: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    cell = lambda z, b: z - 0.3 * (function(z, a) - b)  # noqa: E731
+    def cell(z: Tensor, b: Tensor) -> Tensor:
+        return z - 0.3 * (function(z, a) - b)
+
     found: Tensor = todist.nn.Equilibrium(cell, todist.nonlinear_solve.anderson(rtol=1e-10))(b)
     return found.sum()
 
