@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.core.random_turns import draw_seed
 from torchopt_dist.core.remat import PureFn, apply
-from torchopt_dist.formulas.operands import Attention
+from torchopt_dist.core.types import OptionalTensor
 
-__all__ = ["LONG", "ROWS", "tiled_attention"]
+__all__ = ["LONG", "ROWS", "Attention", "tiled_attention"]
 
 LONG = 2**21
 """From so many scores on, attention is computed in tiles."""
@@ -30,6 +30,29 @@ ROWS = 32
 """The fewest rows of a tile."""
 ON_ACCELERATORS = 16
 """How many times as many scores that is on a GPU, which starts no faster and then computes faster."""
+
+
+class Attention(NamedTuple):
+    """What ``F.scaled_dot_product_attention`` is given."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: OptionalTensor = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def factor(self) -> float:
+        """Of the scores."""
+        return 1 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
+
+    def by(self, torchs: Callable[..., Tensor]) -> Tensor:
+        """What torch's function returns."""
+        *rest, scale, enable_gqa = self
+        return torchs(*rest, scale=scale, enable_gqa=enable_gqa)
 
 
 def tiled_attention(torchs: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:

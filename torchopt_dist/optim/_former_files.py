@@ -18,6 +18,7 @@ _BEFORE = {
     "transform.adam": ("optim.adam", "optim.adamw", "transform.scale_by_adam"),
     "transform.adamax": ("optim.adamax", "transform.scale_by_adamax"),
     "transform.adan": ("optim.adan", "transform.scale_by_adan"),
+    "transform.clip": ("transform.adaptive_grad_clip",),
     "transform.lamb": ("optim.lamb",),
     "transform.lion": ("optim.lion", "transform.scale_by_lion"),
     "transform.muon": ("optim.muon",),

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.core.grad_accumulators import apart_from
+from torchopt_dist.core.inputs import Seen, apart_from, check_inputs
 from torchopt_dist.core.random_turns import lent
-from torchopt_dist.core.versions import Seen, check_inputs
 from torchopt_dist.distributed.calls.again import Again, call_again, gradients_again
 from torchopt_dist.distributed.calls.local import Beside, Here
 from torchopt_dist.distributed.calls.nodes import collect, dispatch

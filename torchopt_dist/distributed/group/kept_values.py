@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from torchopt_dist.core.inputs import Seen
 from torchopt_dist.core.random_turns import lent
-from torchopt_dist.core.versions import Seen
 from torchopt_dist.distributed.group.kept import Kept
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.pickling import pack, unpack

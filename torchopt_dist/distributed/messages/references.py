@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.core.grad_accumulators import hold_grad_accumulators
+from torchopt_dist.core.inputs import hold_grad_accumulators
 from torchopt_dist.core.random_turns import lent
 from torchopt_dist.errors import ResidentError
 from torchopt_dist.nn.module_state import extract_state_dict, module_clone, recover_state_dict
