@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.core.types import OptState, Params
 from torchopt_dist.diff.adjoints import Adjoint, Implicit, Recorded, Replayed, Truncated
 from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within

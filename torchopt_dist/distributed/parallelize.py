@@ -13,8 +13,14 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import torch
 from torch.futures import Future
 
-from torchopt_dist.arguments.decorated import decorated_alone
-from torchopt_dist.arguments.options import check_options, not_callable, only_the_function, unless
+from torchopt_dist.arguments.numbers import UNSET_TIMEOUT, seconds_of
+from torchopt_dist.arguments.options import (
+    check_options,
+    decorated_alone,
+    not_callable,
+    only_the_function,
+    unless,
+)
 from torchopt_dist.core.random_turns import draw_seed_returnable
 from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed._split import check_split, split_only
@@ -35,7 +41,6 @@ from torchopt_dist.distributed.messages.payload import (
     group_by_worker,
 )
 from torchopt_dist.distributed.messages.stacked import split_values
-from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.distributed.serialization.pickling import PackedModules

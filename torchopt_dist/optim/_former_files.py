@@ -25,6 +25,8 @@ _BEFORE = {
     "transform.radam": ("optim.radam", "transform.scale_by_radam"),
     "transform.rmsprop": ("optim.rmsprop", "transform.scale_by_rms"),
     "transform.sgd": ("optim.sgd",),
+    "diff.adjoints.evolution_strategies": ("diff.adjoints.persistent_evolution_strategies",),
+    "linear_solve.cg": ("linear_solve.normal_cg",),
     "schedule.joined": ("schedule.cosine", "schedule.join", "schedule.one_cycle"),
     "schedule.transitions": (
         "schedule.cosine",

@@ -45,8 +45,7 @@ from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean
 from torchopt_dist.formulas import formulas_in_transforms
 from torchopt_dist.formulas.attention import without_fast_path
 from torchopt_dist.torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
-from torchopt_dist.transform._gradients import gradients, gradients_missing
-from torchopt_dist.transform._recorded_gradients import recorded_gradients
+from torchopt_dist.transform._gradients import gradients, gradients_missing, recorded_gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step, with_gradients_added
 from torchopt_dist.transform.base import GradientTransformation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
 from torchopt_dist.diff.adjoints._estimates import check_above_zero
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome

@@ -36,9 +36,9 @@ from torchopt_dist.distributed.group.group import Group, find_group
 from torchopt_dist.distributed.group.spans import Phase, Spanned
 from torchopt_dist.distributed.messages.caller_state import CallerState
 from torchopt_dist.distributed.messages.globals_of_code import MUCH_CODE, GlobalsOfCode, description_of_much
-from torchopt_dist.distributed.messages.handle import StayingModule
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.distributed.messages.references import StayingModule
 from torchopt_dist.distributed.messages.requests import BACKWARD_TWICE, Backward, Call, Key
 from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, place_of, reply_of

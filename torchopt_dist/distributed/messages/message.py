@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from torchopt_dist.distributed.messages.globals_of_code import GlobalsOfCode
-from torchopt_dist.distributed.messages.handle import Handle, StayingModule
-from torchopt_dist.distributed.messages.references import ConnectedRRef
+from torchopt_dist.distributed.messages.references import ConnectedRRef, Handle, StayingModule
 
 __all__ = ["Late", "Message"]
 

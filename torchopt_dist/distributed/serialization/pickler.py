@@ -22,8 +22,7 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
-from torchopt_dist.distributed.messages.handle import Handle, StayingModule
-from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
+from torchopt_dist.distributed.messages.references import ConnectedRRef, Handle, StayingModule, carried_by
 from torchopt_dist.distributed.serialization import unpickler
 from torchopt_dist.distributed.serialization.names import find, name_of
 from torchopt_dist.distributed.serialization.parametrized import is_parametrized, reduced

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from torchopt_dist.distributed.messages.globals_of_code import GlobalsOfCode
-from torchopt_dist.distributed.messages.handle import Handle, StayingModule
+from torchopt_dist.distributed.messages.references import Handle, StayingModule
 from torchopt_dist.distributed.serialization.names import name_of
 from torchopt_dist.errors import SerializationError
 from torchopt_dist.torch_private import (
