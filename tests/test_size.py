@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
-    "files": 378,
+    "files": 371,
     "classes": 524,
     "lines of code": 40_075,
     "files that use private names of torch": 99,

@@ -27,8 +27,7 @@ from torchopt_dist.distributed._split import check_split, split_only
 from torchopt_dist.distributed._teams import TeamSize, check_team, on_teams
 from torchopt_dist.distributed.balance import taking_readings
 from torchopt_dist.distributed.calls import spread
-from torchopt_dist.distributed.calls.awaited import Awaited
-from torchopt_dist.distributed.calls.gather import gather
+from torchopt_dist.distributed.calls.futures import Awaited, gather
 from torchopt_dist.distributed.calls.own_share import prepare
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.call_log import call_log

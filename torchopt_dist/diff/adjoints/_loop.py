@@ -36,9 +36,10 @@ from torchopt_dist.diff.adjoints._carry import (
     StopFn,
     UpdateLookFn,
     WatchFn,
+    moved_in_place,
+    owned,
 )
 from torchopt_dist.diff.adjoints._declared import differentiable, leaf_like, leaves_at
-from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean

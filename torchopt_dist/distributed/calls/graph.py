@@ -35,8 +35,7 @@ from torchopt_dist.distributed.group.chunks import Arriving, Deferred
 from torchopt_dist.distributed.group.group import Group, find_group
 from torchopt_dist.distributed.group.spans import Phase, Spanned
 from torchopt_dist.distributed.messages.caller_state import CallerState
-from torchopt_dist.distributed.messages.globals_of_code import MUCH_CODE, GlobalsOfCode, description_of_much
-from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.messages.message import MUCH_CODE, GlobalsOfCode, Message, description_of_much
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.messages.references import StayingModule
 from torchopt_dist.distributed.messages.requests import BACKWARD_TWICE, Backward, Call, Key
