@@ -95,8 +95,8 @@ MUTATIONS = {
     ),
     "the norm of complex gradients": M(
         "transform/clip.py",
-        "x.real.square() + x.imag.square() if",
-        "x.real.square() if",
+        "x.real.square() + x.imag.square() if x.is_complex() else x.square()\n        return",
+        "x.real.square() if x.is_complex() else x.square()\n        return",
         "transform/test_clip.py",
     ),
     "clipping gradients of zeros": M(

@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
     "files": 371,
     "classes": 524,
-    "lines of code": 40_075,
-    "files that use private names of torch": 99,
+    "lines of code": 39_930,
+    "files that use private names of torch": 95,
 }
 LONGEST = 575
 """Lines of a module, which is read in one sitting."""
