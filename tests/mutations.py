@@ -95,8 +95,8 @@ MUTATIONS = {
     ),
     "the norm of complex gradients": M(
         "transform/clip.py",
-        "x.real.square() + x.imag.square() if",
-        "x.real.square() if",
+        "x.real.square() + x.imag.square() if x.is_complex() else x.square()\n        return",
+        "x.real.square() if x.is_complex() else x.square()\n        return",
         "transform/test_clip.py",
     ),
     "clipping gradients of zeros": M(
@@ -113,10 +113,10 @@ MUTATIONS = {
     ),
     "decay of masked weights": M("transform/add_decayed_weights.py", "if chosen[place]]", "]", "transform"),
     "an exponential that rises to its end": M(
-        "schedule/exponential.py", "over < 0, over > 0", "over < 0, over < 0", "schedule"
+        "schedule/transitions.py", "over < 0, over > 0", "over < 0, over < 0", "schedule"
     ),
     "a count at a boundary of schedules": M(
-        "schedule/join.py",
+        "schedule/joined.py",
         "bisect_right(boundaries, count)",
         "bisect_right(boundaries, count - 1)",
         "schedule",

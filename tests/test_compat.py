@@ -295,7 +295,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     script.write_text(
         "import os, pickle, sys\n"
         "import beside, torchopt.distributed as todist\n"
-        "from torchopt_dist.distributed.life import own_member\n"
+        "from torchopt_dist.distributed.life import own_process\n"
         "def function(): ...\n"
         "@todist.auto_init_rpc()\n"
         "def main():\n"
@@ -303,7 +303,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
         "    return value\n"
         "if __name__ == '__main__':\n"
         "    assert sys.modules['__main__'].function is function is pickle.loads(pickle.dumps(function))\n"
-        "    print(sys.argv, sys.path[0], own_member._program(), os.getcwd() in sys.path, main(), sep='\\n')\n"
+        "    print(sys.argv, sys.path[0], own_process._program(), os.getcwd() in sys.path, main(), sep='\\n')\n"
         "    sys.exit(7)\n"
     )
     # In a new Python, as users start it.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 import torchopt_dist as todist
-from torchopt_dist.process.cores import usable_cores
+from torchopt_dist.process.resources import usable_cores
 
 __all__ = ["Row", "collect", "interleaved", "machine", "main", "to_text"]
 

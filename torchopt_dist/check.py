@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torchopt_dist as todist
 from torchopt_dist.ops import library
-from torchopt_dist.process.cores import usable_cores
+from torchopt_dist.process.resources import usable_cores
 
 __all__ = ["CHECKS", "Finding", "collect", "main", "to_text"]
 

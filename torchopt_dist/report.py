@@ -21,7 +21,7 @@ from torchopt_dist.launching._cluster import find_hosts, name_hosts
 from torchopt_dist.launching._machines import is_this_machine
 from torchopt_dist.ops import library
 from torchopt_dist.process import network
-from torchopt_dist.process.cores import usable_cores
+from torchopt_dist.process.resources import usable_cores
 
 __all__ = ["SECTIONS", "Value", "collect", "to_json", "to_text"]
 

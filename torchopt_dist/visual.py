@@ -23,7 +23,7 @@ import optree
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torchopt_dist.core.deep_graphs import make_freeable
+from torchopt_dist.core.graphs import make_freeable
 from torchopt_dist.core.types import TensorTree
 from torchopt_dist.nn.module_state import ModuleState
 

@@ -17,7 +17,7 @@ import torchopt_dist as todist
 from tests.waits import wait_until
 from torchopt_dist.core import random_turns
 from torchopt_dist.core.random_turns import Turn, draw_seed, lent, visiting
-from torchopt_dist.distributed.calls.gather import gather
+from torchopt_dist.distributed.calls.futures import gather
 
 SECONDS = 30.0
 ADJOINTS = [todist.Replayed(snapshots=1), todist.Replayed(snapshots=1), todist.Recorded()]

@@ -19,7 +19,7 @@ import torchopt_dist as todist
 from tests.core.cubes import Cube
 from tests.rows import each_row
 from torchopt_dist.core.functional import replaced
-from torchopt_dist.transform._recorded_gradients import recorded_gradients
+from torchopt_dist.transform._gradients import recorded_gradients
 
 Fn = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import torchopt_dist as todist
 from torchopt_dist.data import Glyphs, GlyphSplit, TaskSampler, glyphs
 from torchopt_dist.data import _drawing as drawing
-from torchopt_dist.data import _outlines as faces
+from torchopt_dist.data import _drawing as faces
 
 SMALL = {"train": ["GREEK"], "validation": ["COPTIC"], "test": ["ARMENIAN", "LISU"]}
 MODULE = sys.modules[glyphs.__module__]

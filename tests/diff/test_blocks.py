@@ -16,7 +16,7 @@ import torchopt_dist as todist
 from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import ADJOINTS, OPTIMIZERS, Problem, gradients
 from tests.rows import each_row
-from torchopt_dist.process import free_memory
+from torchopt_dist.process import resources
 
 D = torch.float64
 RECORDED = todist.Recorded()
@@ -480,7 +480,7 @@ def test_memory_grows_with_the_blocks_by_their_boundaries(samples):
     assert growth[1] / 6 < 4 * samples * sizes
 
 
-@pytest.mark.skipif(free_memory.glibc() is None, reason="needs glibc's allocator")
+@pytest.mark.skipif(resources.glibc() is None, reason="needs glibc's allocator")
 def test_free_pages_between_tensors_that_stay_are_given_back(monkeypatch):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     x = torch.ones(1, 2)
@@ -501,10 +501,10 @@ def test_free_pages_between_tensors_that_stay_are_given_back(monkeypatch):
             ctypes.memset(one, 1, 100_000)
         for one in held[::2]:
             library.free(one)
-        monkeypatch.setattr(free_memory, "_resident_then", 0)
-        before = free_memory.resident()
+        monkeypatch.setattr(resources, "_resident_then", 0)
+        before = resources.resident()
         adapt(adjoint)
-        less = before - free_memory.resident()
+        less = before - resources.resident()
         for one in held[1::2]:
             library.free(one)
         return less

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import torchopt_dist as todist
 from examples import adjoints as example
 from tests.rows import each_row
-from torchopt_dist.diff.adjoints._segments import lengths
+from torchopt_dist.diff.adjoints._store import lengths
 from torchopt_dist.diff.estimate import _again
 
 REPLAYS: tuple[Any, ...] = (
@@ -175,7 +175,7 @@ def test_what_a_loss_returns_beside_is_kept_of_each_step() -> None:
 
 
 def test_it_is_counted_how_many_steps_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", 0)  # no steps are recorded together
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", 0)  # no steps are recorded together
     w = torch.tensor(0.3, requires_grad=True)
     for count, slots in ((1, 1), (7, 1), (7, 2), (30, 3), (30, 30), (64, 5)):
         calls: list[Tensor] = []

@@ -51,7 +51,7 @@ def history(folder: Path, **options) -> todist.Replayed:
 @pytest.fixture(params=["each step", "small steps"])
 def unit(request, monkeypatch):
     if request.param == "each step":
-        monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", 0)
+        monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", 0)
     return request.param
 
 
@@ -121,9 +121,9 @@ from pathlib import Path
 
 import torch
 from tests.diff.test_replay_history import Task, history
-from torchopt_dist.diff.adjoints import _segments
+from torchopt_dist.diff.adjoints import _store
 
-_segments.SMALL = 0
+_store.SMALL = 0
 folder, at = Path(sys.argv[1]), int(sys.argv[2])
 task = Task()
 loss = task.loss
@@ -242,7 +242,7 @@ def test_a_file_that_goes_before_the_gradient_is_named(tmp_path):
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", 0)
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", 0)
     save, saved = torch.save, []
 
     def full(value, file):
@@ -283,7 +283,7 @@ def test_wrong_arguments_are_named(tmp_path):
 @pytest.fixture
 def always(monkeypatch):
     """Each segment is a step, and each is kept on the way back."""
-    monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", 0)
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", 0)
     monkeypatch.setattr("torchopt_dist.diff.adjoints._history.EVERY", 0.0)
 
 

@@ -44,7 +44,7 @@ def test_derivatives_of_orders_1_to_3_are_those_of_recorded_steps(optimizer, mon
     expected = derivatives(problem, todist.Recorded())
     assert all(any(grad.any() for grad in grads) for grads in expected)
     for grain, (small, make) in GRAINS.items():
-        monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", small)
+        monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", small)
         found = derivatives(problem, make(problem.net))
         for order, (ones, others) in enumerate(zip(found, expected, strict=True), 1):
             scale = max(x.abs().max().item() for x in others)

@@ -13,8 +13,7 @@ from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import Problem, gradients
 from tests.diff.replays import agree, both, fewest_advances
 from tests.rows import each_row
-from torchopt_dist.diff.adjoints._segments import lengths
-from torchopt_dist.diff.adjoints._store import number_of_bytes
+from torchopt_dist.diff.adjoints._store import lengths, number_of_bytes
 
 D = torch.float64
 
@@ -70,7 +69,7 @@ def test_a_gradient_that_was_taken_with_a_graph_outlives_the_snapshots():
 
 
 def test_a_gradient_of_a_gradient_keeps_one_steps_graph(monkeypatch):
-    monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", 0)  # no steps are recorded together
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", 0)  # no steps are recorded together
     torch.manual_seed(0)
     x, weight = torch.randn(300, 4, dtype=D), torch.tensor(0.5, dtype=D, requires_grad=True)
     p = torch.randn(4, 4, dtype=D, requires_grad=True)
@@ -117,7 +116,7 @@ def test_tensors_that_depend_on_each_other_count_once():
 
 
 def test_memory_of_four_hundred_steps_is_that_of_a_hundred_in_a_fixed_budget(monkeypatch):
-    monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", 0)
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", 0)
     p = torch.randn(2000, dtype=D, requires_grad=True)
 
     def peak(steps):
@@ -140,7 +139,7 @@ def test_memory_of_four_hundred_steps_is_that_of_a_hundred_in_a_fixed_budget(mon
 
 @pytest.mark.parametrize("store", ["cpu", "folder"])
 def test_snapshots_may_be_kept_elsewhere(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", 0)
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", 0)
     where = store if store == "cpu" else tmp_path / "snapshots"
     problem = Problem("module", "adam")
     result = problem.run(todist.Replayed(snapshots=3, store=where))

@@ -377,7 +377,7 @@ def test_no_steps_have_derivatives_of_every_order():
 @pytest.mark.parametrize("small", [0, 1 << 24])
 @pytest.mark.parametrize("snapshots", [1, None])
 def test_a_step_that_is_not_the_same_when_it_is_run_again_is_named(snapshots, small, monkeypatch):
-    monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", small)
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", small)
     w, factors = torch.ones(3, dtype=D, requires_grad=True), itertools.count(1)
     result = todist.inner_loop(
         lambda w: (w**2).sum() * next(factors),

@@ -217,7 +217,7 @@ def simple(adjoint: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_memory_is_flat_in_the_steps(monkeypatch):
-    monkeypatch.setattr("torchopt_dist.diff.adjoints._segments.SMALL", 0)  # no steps are recorded together
+    monkeypatch.setattr("torchopt_dist.diff.adjoints._store.SMALL", 0)  # no steps are recorded together
     p = torch.randn(50, dtype=D, requires_grad=True)
     xs = torch.randn(20, 50, dtype=D)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import torchopt_dist as todist
 from torchopt_dist.collectives import watched_group
-from torchopt_dist.distributed import _team_group as teams
-from torchopt_dist.distributed.calls.gather import GRACE_SECONDS
+from torchopt_dist.distributed import _process_groups as teams
+from torchopt_dist.distributed.calls.futures import GRACE_SECONDS
 
 TASKS, EXAMPLES = 3, 8
 REPLAYED = todist.Replayed(sharded=True)
@@ -184,7 +184,7 @@ def on_four() -> dict[str, Any] | None:
     torch.set_num_threads(1)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tasks", "data"))
     if todist.get_rank() == 3:
-        teams._enter = late(teams._enter)
+        teams._enter_team = late(teams._enter_team)
     teams.LEFT_SECONDS = watched_group.LEFT_SECONDS = 0.5
     todist.barrier()
     return _cases(mesh) if todist.get_rank() == 0 else None

@@ -20,7 +20,7 @@ from torch import nn
 import torchopt_dist as todist
 from tests.distributed.calls.test_lost_workers import Backward, die, survive
 from torchopt_dist.distributed.group.group import current_group
-from torchopt_dist.distributed.group.kept_values import Residents
+from torchopt_dist.distributed.group.kept import Residents
 from torchopt_dist.errors import NotInitializedError, ResidentError, WorkerLostError
 
 

@@ -19,7 +19,7 @@ import zmq
 import torchopt_dist as todist
 from tests.processes import World
 from torchopt_dist.distributed.group.group import current_group
-from torchopt_dist.distributed.life import descriptors
+from torchopt_dist.distributed.life import own_process
 from torchopt_dist.distributed.membership.stopped import StoppedProcesses, is_running
 
 
@@ -65,13 +65,13 @@ def test_too_few_descriptors_are_told_by_each_worker_before_libraries_fail(trans
 
 def test_an_error_of_a_library_that_has_no_descriptor_is_told_in_our_words():
     raw = RuntimeError('In Loop at tensorpipe/transport/uv/loop.cc:21 "rv < 0: too many open files"')
-    assert "`ulimit -n`" in str(descriptors.too_many_files(raw))
-    assert descriptors.too_many_files(RuntimeError("something else")) is None
+    assert "`ulimit -n`" in str(own_process.too_many_files(raw))
+    assert own_process.too_many_files(RuntimeError("something else")) is None
 
 
 def test_the_files_that_are_opened_to_see_are_closed():
     before = os.listdir("/proc/self/fd")
-    descriptors.check_descriptors(50)
+    own_process.check_descriptors(50)
     assert os.listdir("/proc/self/fd") == before
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from torchopt_dist.formulas import formulas_in_transforms
-from torchopt_dist.transform._recorded_gradients import recorded_gradients
+from torchopt_dist.transform._gradients import recorded_gradients
 
 D = torch.float64
 TORCH: Any = torch

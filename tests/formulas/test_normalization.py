@@ -51,7 +51,7 @@ def test_a_step_of_torch_func_grad_has_the_gradient_of_a_loop(name):
 
     if torch.__version__.startswith(
         "2.13."
-    ):  # if a later one is right, `torchopt_dist/formulas/batch_norm.py` can go
+    ):  # if a later one is right, `torchopt_dist/formulas/normalization.py` can go
         by_torch = torch.autograd.grad(torch.vmap(task)(xs).sum(), params)
         assert not torch.allclose(by_torch[0], expected[0])
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import torchopt_dist as todist
-from torchopt_dist.transform._recorded_gradients import recorded_gradients
+from torchopt_dist.transform._gradients import recorded_gradients
 
 D = torch.float64
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.rows import each_row
-from torchopt_dist.formulas import tiled_attention
+from torchopt_dist.formulas import attention
 from torchopt_dist.formulas.attention import attention_by_formula
 
 D = torch.float64
@@ -545,9 +545,9 @@ def expected_of(row: Row) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_attention, "LONG", 1)
-    monkeypatch.setattr(tiled_attention, "TILE", 1)
-    monkeypatch.setattr(tiled_attention, "ROWS", 1)
+    monkeypatch.setattr(attention, "LONG", 1)
+    monkeypatch.setattr(attention, "TILE", 1)
+    monkeypatch.setattr(attention, "ROWS", 1)
 
 
 @each_row("name", ALL)

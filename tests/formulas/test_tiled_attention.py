@@ -14,9 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
-from torchopt_dist.formulas import tiled_attention as tiled
-from torchopt_dist.formulas.attention import attention_by_formula
-from torchopt_dist.formulas.operands import Attention
+from torchopt_dist.formulas import attention as tiled
+from torchopt_dist.formulas.attention import Attention, attention_by_formula
 
 Tensors = list[Tensor]
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import torchopt_dist as todist
 from tests.gpu.device import DEVICE, assert_near, needs_gpu, on_device
 from torchopt_dist.attribution import Training
-from torchopt_dist.formulas import tiled_attention as tiled
+from torchopt_dist.formulas import attention as tiled
 from torchopt_dist.formulas.attention import attention_by_formula
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}

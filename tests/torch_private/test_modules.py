@@ -12,7 +12,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from torchopt_dist import torch_private as private
-from torchopt_dist.torch_private import backward_hooks
+from torchopt_dist.torch_private import modules
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_without_the_name_hooks_run_and_the_clone_stays(monkeypatch: pytest.Monk
     home = torch.nn.modules.module
     plain = next(one for one in vars(home)["BackwardHook"].__mro__ if "lets_clones_go" not in vars(one))
     monkeypatch.setattr(home, "BackwardHook", plain)
-    monkeypatch.setattr(backward_hooks, "find", lambda path: None)
+    monkeypatch.setattr(modules, "find", lambda path: None)
     net = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
     private.let_graphs_drop([*net], [*net])
     more, (given, _) = _seen_after_steps(net, keep=False)

@@ -1,4 +1,4 @@
-"""Options that a caller has written → an error, if one is misspelt, that says what was meant."""
+"""Options that a caller has written → an error, if one is misspelt; a decorator alone → the decorated function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from collections.abc import Callable, Collection, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-__all__ = ["check_options", "close_to", "hint_all", "hinted", "not_callable", "only_the_function", "unless"]
+__all__ = [
+    "check_options",
+    "close_to",
+    "decorated_alone",
+    "hint_all",
+    "hinted",
+    "not_callable",
+    "only_the_function",
+    "unless",
+]
+
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 FEW = 3
@@ -156,3 +166,27 @@ def only_the_function(name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], 
         )
 
     return mistaken
+
+
+def decorated_alone(decorator: Callable[[], Callable[..., Any]], argument: object) -> Any:
+    """What ``@decorator`` without parentheses makes of the function below it; to be called in the decorator itself.
+
+    A decorator's first argument may be a function of the user, too: it is the decorated one if the call stands in the
+    lines that define it.
+
+    Returns:
+        ``decorator()(argument)``; ``None`` if the argument is no function, or no decorated one.
+    """
+    if not isinstance(argument, FunctionType) or argument.__name__ == "<lambda>":
+        return None
+    # A frame in a variable of its own would stay until the next garbage collection, and all locals of its callers too.
+    caller = inspect.currentframe()
+    for _ in range(2):
+        caller = caller and caller.f_back
+    while caller is not None and caller.f_code.co_filename == __file__:
+        caller = caller.f_back
+    code = inspect.unwrap(argument).__code__
+    if caller is None or code not in caller.f_code.co_consts:
+        return None
+    last = max(line for _, _, line in code.co_lines() if line is not None)
+    return decorator()(argument) if code.co_firstlineno <= caller.f_lineno <= last else None

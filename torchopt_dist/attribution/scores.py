@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.attribution.result import Attribution
 from torchopt_dist.attribution.training import Queries, Training, losses_of
 from torchopt_dist.diff.adjoints import Adjoint, FirstOrder, Replayed

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.attribution import _safetensors
 from torchopt_dist.attribution.result import Attribution
 from torchopt_dist.attribution.scores import workers

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.missing_names import missing_methods
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.arguments.options import hinted
 from torchopt_dist.checkpoint import _contents, _files
 from torchopt_dist.checkpoint._random_states import capture_random_states, restore_random_states

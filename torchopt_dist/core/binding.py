@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.copies import Copies
+from torchopt_dist.core.inputs import Seen
 from torchopt_dist.core.reached import (
     CONTAINERS,
     NUMBERS,
@@ -32,7 +33,6 @@ from torchopt_dist.core.reached import (
 )
 from torchopt_dist.core.surroundings import modes
 from torchopt_dist.core.uncompiled import uncompiled
-from torchopt_dist.core.versions import Seen
 
 __all__ = ["Bindings", "bind"]
 

@@ -210,7 +210,8 @@ class Variant:
             plain = min(timed(otherwise)[1] for _ in range(2))
             if plain <= ours:
                 _log.warning(
-                    "%s with compile=True takes %.2g ms a step, and %.2g ms without it: it does not pay here",
+                    "%s with compile=True takes %.2g ms a step, and %.2g ms without it: "
+                    "unless its backward pass gains by it, it does not pay here",
                     self._name,
                     1e3 * ours,
                     1e3 * plain,

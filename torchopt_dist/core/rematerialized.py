@@ -14,11 +14,11 @@ from torch.autograd import forward_ad
 from torchopt_dist import pytree
 from torchopt_dist.core.binding import Bindings
 from torchopt_dist.core.graphs import leaves_behind
+from torchopt_dist.core.inputs import Seen
 from torchopt_dist.core.remat import apply
 from torchopt_dist.core.substitution import Finding, Substitute, finding
 from torchopt_dist.core.surroundings import Surroundings
 from torchopt_dist.core.uncompiled import uncompiled
-from torchopt_dist.core.versions import Seen
 from torchopt_dist.torch_private import (
     buffers_of,
     forward_mode_is_active,

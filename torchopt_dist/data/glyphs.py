@@ -20,10 +20,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.arguments.options import close_to
-from torchopt_dist.data._drawing import Pictures, clean, distorted, random_numbers
-from torchopt_dist.data._outlines import Integers, Outline, charmap, dejavu, outlines
+from torchopt_dist.data._drawing import (
+    Integers,
+    Outline,
+    Pictures,
+    charmap,
+    clean,
+    dejavu,
+    distorted,
+    outlines,
+    random_numbers,
+)
 
 __all__ = ["GlyphSplit", "Glyphs", "glyphs"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.missing_names import missing_methods
+from torchopt_dist.arguments.numbers import integer
 
 __all__ = ["Task", "TaskSampler"]
 

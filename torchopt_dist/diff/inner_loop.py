@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.arguments.integers import integer
 from torchopt_dist.arguments.missing_names import missing_methods
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.arguments.options import unless
 from torchopt_dist.core.binding import Bindings
 from torchopt_dist.core.programs import CompileMode, check_mode

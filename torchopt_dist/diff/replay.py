@@ -35,10 +35,9 @@ from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
 from torchopt_dist.diff.adjoints._places import state_places
 from torchopt_dist.diff.adjoints._randomness import kept_generators
-from torchopt_dist.diff.adjoints._segments import lengths, unit_of
-from torchopt_dist.diff.adjoints._store import Store, bytes_of
+from torchopt_dist.diff.adjoints._store import Store, bytes_of, lengths, unit_of
 from torchopt_dist.formulas.attention import attention_by_formula
-from torchopt_dist.process.free_memory import give_back
+from torchopt_dist.process.resources import give_back
 from torchopt_dist.torch_private import memory_is_shared, outside_of_transforms
 
 __all__ = ["replayed"]

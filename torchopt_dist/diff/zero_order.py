@@ -20,7 +20,7 @@ from torch import Size, Tensor
 from torch.autograd.function import once_differentiable
 
 from torchopt_dist import pytree
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.types import Samplable, SampleFunc
 from torchopt_dist.torch_private import transforms_are_active

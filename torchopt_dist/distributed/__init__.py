@@ -3,7 +3,6 @@
 from torchopt_dist.distributed import autograd
 from torchopt_dist.distributed.autograd import is_available
 from torchopt_dist.distributed.balance import Balance
-from torchopt_dist.distributed.barrier import barrier
 from torchopt_dist.distributed.group.resident import Resident, Shards
 from torchopt_dist.distributed.init_rpc import auto_init_rpc
 from torchopt_dist.distributed.logs import log_to_rank_zero
@@ -34,6 +33,7 @@ from torchopt_dist.distributed.status import Status, WorkerStatus, status
 from torchopt_dist.distributed.world import (
     WorldInfo,
     alive,
+    barrier,
     default_worker_name_format,
     get_local_rank,
     get_local_world_size,

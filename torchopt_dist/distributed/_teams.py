@@ -27,10 +27,10 @@ from torchopt_dist.collectives.team import team
 from torchopt_dist.collectives.watched_group import WatchedGroup
 from torchopt_dist.core.random_turns import draw_seed_returnable, lent, seed_of_task
 from torchopt_dist.core.types import Args, KwArgs
-from torchopt_dist.distributed._team_group import Ranks, as_member, connected, end_with, tell_late
+from torchopt_dist.distributed._process_groups import Ranks, as_member, connected, end_with, tell_late
 from torchopt_dist.distributed.balance import spread as spread_evenly
 from torchopt_dist.distributed.calls import spread
-from torchopt_dist.distributed.calls.gather import gather
+from torchopt_dist.distributed.calls.futures import gather
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.group import Group, answering_group
 from torchopt_dist.distributed.messages.caller_state import CallerState

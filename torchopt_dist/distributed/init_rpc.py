@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from torch.distributed import rpc
 
-from torchopt_dist.arguments.decorated import decorated_alone
+from torchopt_dist.arguments.options import decorated_alone
 from torchopt_dist.distributed.group.group import find_group
 from torchopt_dist.distributed.life.process_group import BACKENDS
 from torchopt_dist.distributed.life.running_group import RunningGroup

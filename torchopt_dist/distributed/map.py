@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, TypeVar, Unpack, overload
 
+from torchopt_dist.arguments.numbers import UNSET_TIMEOUT
 from torchopt_dist.arguments.options import check_options, unless
 from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed.balance import Balance, check_balance, check_workers, ranges, ranks_of
 from torchopt_dist.distributed.messages.payload import ExecutionKwargs
-from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT
 from torchopt_dist.distributed.parallelize import CallKwargs, remote_sync_call
 from torchopt_dist.distributed.partition import Partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchopt_dist.collectives.watched_group import watched_group
-from torchopt_dist.distributed._meeting import beside, check_of, meet
-from torchopt_dist.distributed.calls.gather import GRACE_SECONDS, gather
+from torchopt_dist.distributed._process_groups import beside, check_of, meet
+from torchopt_dist.distributed.calls.futures import GRACE_SECONDS, gather
 from torchopt_dist.distributed.group.group import Group, answering_group, current_group, find_group
 from torchopt_dist.distributed.group.mirrors import Before, Held, Options
-from torchopt_dist.distributed.messages.handle import StayingModule, hook_of
+from torchopt_dist.distributed.messages.references import StayingModule, hook_of
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.errors import ResidentError
 from torchopt_dist.process.future import Future, as_completed

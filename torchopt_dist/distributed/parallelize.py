@@ -13,16 +13,21 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 import torch
 from torch.futures import Future
 
-from torchopt_dist.arguments.decorated import decorated_alone
-from torchopt_dist.arguments.options import check_options, not_callable, only_the_function, unless
+from torchopt_dist.arguments.numbers import UNSET_TIMEOUT, seconds_of
+from torchopt_dist.arguments.options import (
+    check_options,
+    decorated_alone,
+    not_callable,
+    only_the_function,
+    unless,
+)
 from torchopt_dist.core.random_turns import draw_seed_returnable
 from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed._split import check_split, split_only
 from torchopt_dist.distributed._teams import TeamSize, check_team, on_teams
 from torchopt_dist.distributed.balance import taking_readings
 from torchopt_dist.distributed.calls import spread
-from torchopt_dist.distributed.calls.awaited import Awaited
-from torchopt_dist.distributed.calls.gather import gather
+from torchopt_dist.distributed.calls.futures import Awaited, gather
 from torchopt_dist.distributed.calls.own_share import prepare
 from torchopt_dist.distributed.calls.siblings import Siblings
 from torchopt_dist.distributed.group.call_log import call_log
@@ -35,7 +40,6 @@ from torchopt_dist.distributed.messages.payload import (
     group_by_worker,
 )
 from torchopt_dist.distributed.messages.stacked import split_values
-from torchopt_dist.distributed.messages.timeout import UNSET_TIMEOUT, seconds_of
 from torchopt_dist.distributed.partition import Partitioner, check_partitioner, partition
 from torchopt_dist.distributed.reduce import ReducerOfSizes, check_reducer
 from torchopt_dist.distributed.serialization.pickling import PackedModules

@@ -1,4 +1,4 @@
-"""Environment variables → this process's rank, the number of workers, and functions that run on some ranks only.
+"""Environment variables → this process's rank, the number of workers; what runs on some ranks, or waits for all.
 
 The variables that torchrun sets are read at each call of these functions, never kept. Without them the world
 is this one process.
@@ -7,7 +7,7 @@ is this one process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar, overload
@@ -18,6 +18,7 @@ from torchopt_dist.distributed.rendezvous.environment import WorldInfo, default_
 __all__ = [
     "WorldInfo",
     "alive",
+    "barrier",
     "default_worker_name_format",
     "get_local_rank",
     "get_local_world_size",
@@ -30,6 +31,7 @@ __all__ = [
     "rank_non_zero_only",
     "rank_zero_only",
 ]
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -213,3 +215,37 @@ def rank_non_zero_only(func: Any = _NOT_GIVEN) -> Any:
         func: the function; without it, as in ``@rank_non_zero_only()``, a decorator is returned.
     """
     return not_on_rank(0) if func is _NOT_GIVEN else not_on_rank(0)(func)
+
+
+def barrier(worker_names: Iterable[str] | None = None) -> None:
+    """Wait until every worker, or every named one, has called ``barrier`` with the same names.
+
+    Args:
+        worker_names: the workers to wait for, by name or rank, this one among them; ``None`` means all.
+
+    Raises:
+        NotInitializedError: there is no RPC group, or this process was forked from a worker of it.
+        ValueError: a name is unknown, or this worker is not among them.
+        PeerFailedError: another rank failed meanwhile.
+        WorkerLostError: a worker that is waited for died.
+    """
+    group = current_group()
+    group.check_process()
+    if isinstance(worker_names, str):
+        raise TypeError(
+            f"worker_names must be a collection of names, got one string: write [{worker_names!r}]"
+        )
+    if not isinstance(worker_names, (Iterable, type(None))):
+        raise TypeError(
+            f"worker_names must be a collection of names, got {type(worker_names).__name__} {worker_names!r}"
+        )
+    chosen = range(len(group.names)) if worker_names is None else tuple(worker_names)
+    if None in chosen:
+        raise TypeError(f"worker_names must hold names, got None in {chosen}")
+    ranks = [get_worker_id(name) for name in chosen]
+    if group.rank not in ranks:
+        raise ValueError(
+            f"worker_names must contain the calling worker {group.names[group.rank]!r}, "
+            f"got {[group.names[rank] for rank in ranks]}"
+        )
+    group.membership.barrier(ranks)

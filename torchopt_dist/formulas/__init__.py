@@ -1,4 +1,4 @@
-"""Operations of torch whose derivative is missing, wrong or long → the same by formulas; an operation a file.
+"""Operations of torch whose derivative is missing, wrong or long → the same by formulas; a kind of them a file.
 
 Inside of transforms normalization is computed by its formula, since torch (2.13) differentiates ``layer_norm``, and
 ``batch_norm`` and ``instance_norm`` by their batch's statistics, in a way that takes mean and variance for constants
@@ -16,9 +16,14 @@ from typing import Any
 import torch
 
 from torchopt_dist.core.functional import replaced
-from torchopt_dist.formulas.batch_norm import batch_norm, instance_norm, native_batch_norm
 from torchopt_dist.formulas.embedding import embedding
-from torchopt_dist.formulas.layer_norm import layer_norm, native_layer_norm
+from torchopt_dist.formulas.normalization import (
+    batch_norm,
+    instance_norm,
+    layer_norm,
+    native_batch_norm,
+    native_layer_norm,
+)
 from torchopt_dist.formulas.weight_norm import weight_norm
 from torchopt_dist.torch_private import places_of_weight_norm
 

@@ -1,13 +1,32 @@
-"""A tensor, dimensions → the tensor normalized over them, with right derivatives of every order; and its parts."""
+"""``torch.layer_norm``, ``batch_norm``, ``instance_norm`` and the native ones → the same by the formula, in transforms.
+
+The formula, a tensor normalized over dimensions, has right derivatives of every order; so have its parts.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.torch_private import transforms_are_active
 
-__all__ = ["by_channel", "normalized", "projected", "scaled", "standardized"]
+__all__ = [
+    "batch_norm",
+    "by_channel",
+    "instance_norm",
+    "layer_norm",
+    "native_batch_norm",
+    "native_layer_norm",
+    "need_formula",
+    "normalized",
+    "projected",
+    "scaled",
+    "standardized",
+]
 
 
 def normalized(
@@ -38,3 +57,118 @@ def by_channel(x: OptionalTensor, ndim: int) -> OptionalTensor:
 def projected(x: Tensor, normalized: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Less its mean, and less what it has in the direction of a normalized tensor: times the scale, the derivative."""
     return x - x.mean(dims, keepdim=True) - normalized * (x * normalized).mean(dims, keepdim=True)
+
+
+def layer_norm(
+    torchs: Callable[..., Tensor],
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """By the formula where that is needed."""
+    shape = tuple(normalized_shape)
+    if not need_formula(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
+        return torchs(input, normalized_shape, weight, bias, eps, cudnn_enable)
+    return normalized(input, tuple(range(-len(shape), 0)), weight, bias, eps=eps)
+
+
+def native_layer_norm(
+    torchs: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`layer_norm`, with the mean and the scale, which are constants in torch, too."""
+    shape = tuple(normalized_shape)
+    if not need_formula(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
+        return torchs(input, normalized_shape, weight, bias, eps)
+    dims = tuple(range(-len(shape), 0))
+    x, scale = standardized(input, dims, eps)
+    return scaled(x, weight, bias), input.detach().mean(dims, keepdim=True), scale.detach()
+
+
+def batch_norm(
+    torchs: Callable[..., Tensor],
+    input: Tensor,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    running_mean: OptionalTensor,
+    running_var: OptionalTensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """By the formula where that is needed; running statistics are torch's."""
+    dims = (0, *range(2, input.ndim)) if training and input.ndim >= 2 else ()
+    running, settings = (running_mean, running_var), (training, momentum, eps, cudnn_enabled)
+    return _over(dims, torchs, input, weight, bias, running, settings)
+
+
+def instance_norm(
+    torchs: Callable[..., Tensor],
+    input: Tensor,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    running_mean: OptionalTensor,
+    running_var: OptionalTensor,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """As :func:`batch_norm`, of each sample by itself."""
+    dims = tuple(range(2, input.ndim)) if use_input_stats else ()
+    running, settings = (running_mean, running_var), (use_input_stats, momentum, eps, cudnn_enabled)
+    return _over(dims, torchs, input, weight, bias, running, settings)
+
+
+def native_batch_norm(
+    torchs: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    input: Tensor,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    running_mean: OptionalTensor,
+    running_var: OptionalTensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`batch_norm`, with the mean and the scale, which are constants in torch, too."""
+    if not training or input.ndim < 2 or not need_formula(input):
+        return torchs(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    if running_mean is not None:
+        torchs(input.detach(), None, None, running_mean, running_var, training, momentum, eps)
+    dims = (0, *range(2, input.ndim))
+    x, scale = standardized(input, dims, eps)
+    made = scaled(x, by_channel(weight, input.ndim), by_channel(bias, input.ndim))
+    return made, input.detach().mean(dims), scale.detach().flatten()
+
+
+def _over(
+    dims: tuple[int, ...],
+    torchs: Callable[..., Tensor],
+    input: Tensor,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    running: tuple[OptionalTensor, OptionalTensor],
+    settings: tuple[bool, float, float, bool],
+) -> Tensor:
+    """By the formula over these dimensions; torch's, if there are none or the formula is not needed."""
+    if not dims or not need_formula(input):
+        return torchs(input, weight, bias, *running, *settings)
+    if running[0] is not None:
+        torchs(input.detach(), None, None, *running, *settings)
+    _, _, eps, _ = settings
+    weight, bias = by_channel(weight, input.ndim), by_channel(bias, input.ndim)
+    return normalized(input, dims, weight, bias, eps=eps)
+
+
+def need_formula(input: Tensor) -> bool:
+    """Whether a transform is active, and the formula has torch's precision."""
+    return transforms_are_active() and input.dtype in (torch.float32, torch.float64)

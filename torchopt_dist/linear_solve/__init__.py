@@ -5,11 +5,10 @@
 """
 
 from torchopt_dist.linear_solve.bicgstab import solve_bicgstab
-from torchopt_dist.linear_solve.cg import solve_cg
+from torchopt_dist.linear_solve.cg import solve_cg, solve_normal_cg
 from torchopt_dist.linear_solve.gmres import solve_gmres
 from torchopt_dist.linear_solve.inv import solve_inv
 from torchopt_dist.linear_solve.neumann import solve_neumann
-from torchopt_dist.linear_solve.normal_cg import solve_normal_cg
 from torchopt_dist.linear_solve.solver import ConvergenceWarning, Solver, SolverInfo, jacobi
 
 __all__ = [

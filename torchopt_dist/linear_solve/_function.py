@@ -13,7 +13,7 @@ from torchopt_dist import pytree
 from torchopt_dist.core.types import TensorTree
 from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, Product
-from torchopt_dist.linear_solve.normal_cg import solve_normal_cg
+from torchopt_dist.linear_solve.cg import solve_normal_cg
 from torchopt_dist.linear_solve.solver import Outcome, Solver, SolverInfo, System
 from torchopt_dist.torch_private import transforms_are_active
 

@@ -1,4 +1,4 @@
-"""A symmetric positive definite system → its solution, by conjugate gradients.
+"""A symmetric positive definite system, or any by its normal equations → its solution, by conjugate gradients.
 
 Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems", 1952.
 """
@@ -6,14 +6,26 @@ Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from torchopt_dist import pytree
 from torchopt_dist.core.types import Numeric, TensorTree
-from torchopt_dist.linear_solve.solver import NotConverged, Outcome, Preconditioner, Solver, System
+from torchopt_dist.core.vjp import Tensors
+from torchopt_dist.linear_solve._operator import LinearOperator, NormalOperator
+from torchopt_dist.linear_solve.solver import (
+    KrylovOptions,
+    NotConverged,
+    Outcome,
+    Preconditioner,
+    Solver,
+    SolverInfo,
+    System,
+)
 
-__all__ = ["ConjugateGradient", "solve_cg"]
+__all__ = ["ConjugateGradient", "NormalConjugateGradient", "solve_cg", "solve_normal_cg"]
 
 
 def solve_cg(
@@ -125,3 +137,31 @@ def add_scaled_(x: Tensor, y: Tensor, factor: Tensor) -> None:
         x.add_(y, alpha=float(factor))
     else:
         x.addcmul_(y, factor.unsqueeze(-1))
+
+
+def solve_normal_cg(**options: Unpack[KrylovOptions]) -> Solver:
+    """Conjugate gradients on ``(Aᴴ A + ridge · I) x = Aᴴ b``, for any matrix: two products per iteration.
+
+    The matrix need be neither symmetric nor definite; if it is singular, the result is a least-squares solution. The
+    condition number is squared, so :func:`solve_gmres` or :func:`solve_bicgstab` may be faster.
+
+    Args:
+        options: as in :func:`solve_cg`, for the matrix ``Aᴴ A`` and the right-hand side ``Aᴴ b``: the residual is
+            ``‖Aᴴ (b - A x)‖``, and ``M`` an approximate inverse of ``Aᴴ A``.
+
+    Returns:
+        The solver; the residual that it reports is that of the normal equations.
+    """
+    return NormalConjugateGradient(**options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalConjugateGradient(ConjugateGradient):
+    """The solver that :func:`solve_normal_cg` makes."""
+
+    def solve(
+        self, operator: LinearOperator, params: Tensors, b: Tensors, spec: pytree.PyTreeSpec
+    ) -> tuple[Tensors, SolverInfo]:
+        """Solve the normal equations."""
+        right = operator.transposed().apply(params, b)
+        return super().solve(NormalOperator(operator), params, right, spec)

@@ -24,8 +24,7 @@ from torchopt_dist.core.types import Numeric, TensorTree
 from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vjp import Tensors, refuse_forward_mode, vjp
 from torchopt_dist.linear_solve._closure import convert
-from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator
-from torchopt_dist.linear_solve._vector_layout import VectorLayout
+from torchopt_dist.linear_solve._operator import BatchedOperator, LinearOperator, RidgeOperator, VectorLayout
 
 __all__ = [
     "ConvergenceWarning",

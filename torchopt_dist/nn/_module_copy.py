@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.formulas.embedding import let_padding_rest
-from torchopt_dist.nn._held_tensors import held_tensors
+from torchopt_dist.nn._tensor_copier import held_tensors
 from torchopt_dist.nn._tensor_dicts import parts_of
 from torchopt_dist.torch_private import (
     buffers_of,

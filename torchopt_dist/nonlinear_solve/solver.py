@@ -24,8 +24,7 @@ from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vjp import Tensors
 from torchopt_dist.diff.implicit import attach
 from torchopt_dist.linear_solve._function import as_solver
-from torchopt_dist.linear_solve._operator import LinearOperator
-from torchopt_dist.linear_solve._vector_layout import VectorLayout
+from torchopt_dist.linear_solve._operator import LinearOperator, VectorLayout
 from torchopt_dist.linear_solve.solver import NotConverged, SolverInfo, check_limits, report
 from torchopt_dist.torch_private import transforms_are_active
 

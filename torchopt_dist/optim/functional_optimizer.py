@@ -12,8 +12,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core.evaluation import is_evaluating, need_gradients
 from torchopt_dist.core.types import OptState, Params
-from torchopt_dist.nn._held_tensors import deepcopy_memo
-from torchopt_dist.nn._tensor_copier import TensorCopier
+from torchopt_dist.nn._tensor_copier import TensorCopier, deepcopy_memo
 from torchopt_dist.optim._state import (
     Dtypes,
     dtypes_of,

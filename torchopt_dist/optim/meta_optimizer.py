@@ -26,8 +26,7 @@ from torchopt_dist.diff.inner_loop import InnerLoopResult, inner_loop
 from torchopt_dist.formulas.attention import attention_by_formula, without_fast_path
 from torchopt_dist.formulas.embedding import let_padding_rest
 from torchopt_dist.nn import _tensor_dicts
-from torchopt_dist.nn._held_tensors import deepcopy_memo
-from torchopt_dist.nn._tensor_copier import TensorCopier
+from torchopt_dist.nn._tensor_copier import TensorCopier, deepcopy_memo
 from torchopt_dist.optim import _signatures as signatures
 from torchopt_dist.optim._recomputation import NoRecomputation
 from torchopt_dist.optim._state import (

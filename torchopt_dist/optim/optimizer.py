@@ -20,8 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchopt_dist.core.types import OptState
-from torchopt_dist.nn._held_tensors import deepcopy_memo
-from torchopt_dist.nn._tensor_copier import TensorCopier
+from torchopt_dist.nn._tensor_copier import TensorCopier, deepcopy_memo
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.optim import _learning_rate as learning_rate
 from torchopt_dist.optim import _signatures as signatures

@@ -1,12 +1,15 @@
-"""Numbers or tensors → numbers or tensors: the arithmetic that schedules are made of.
+"""Numbers or tensors that a user gave a schedule → the same, or an error that names them, and their arithmetic.
 
 All numbers give a number, one tensor among them gives a tensor. Nothing branches on the values of a tensor, and the
 branch that a ``where`` discards has a finite derivative: 0 times infinity would make the gradient NaN.
+
+An argument is a number or a tensor of one element, whose content is not looked at. Numbers of steps are numbers.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
@@ -14,7 +17,19 @@ from torch import Tensor
 
 from torchopt_dist.core.types import Numeric
 
-__all__ = ["between", "clamp", "cosine", "fall", "floor", "power", "progress", "scalar", "where"]
+__all__ = [
+    "between",
+    "check_steps",
+    "check_value",
+    "clamp",
+    "cosine",
+    "fall",
+    "floor",
+    "power",
+    "progress",
+    "scalar",
+    "where",
+]
 
 
 def scalar(value: Numeric) -> Numeric:
@@ -78,3 +93,40 @@ def fall(left: Numeric, exponent: Numeric) -> Numeric:
 def between(start: Numeric, end: Numeric, share: Numeric) -> Numeric:
     """``share * start + (1 - share) * end``: exactly ``start`` at 1 and ``end`` at 0."""
     return start * share + end * (1 - share)
+
+
+def check_value(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> None:
+    """Demand a finite number, within its limits, or a tensor of one element.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor.
+        ValueError: it is nan, infinite or beyond its limits, or a tensor of another size.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"`{name}` as a tensor must have one element, got shape {tuple(value.shape)}")
+    elif isinstance(value, numbers.Real):
+        _check_range(name, value, at_least, above)
+    else:
+        raise TypeError(f"`{name}` must be a number or a tensor of one element, got {type(value).__name__}")
+
+
+def check_steps(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> None:
+    """Demand a finite number within its limits.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is nan, infinite or beyond its limits.
+    """
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}")
+    _check_range(name, value, at_least, above)
+
+
+def _check_range(name: str, value: Any, at_least: float | None, above: float | None) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"`{name}` must be finite, got {value}")
+    if at_least is not None and value < at_least:
+        raise ValueError(f"`{name}` must be at least {at_least:g}, got {value}")
+    if above is not None and value <= above:
+        raise ValueError(f"`{name}` must be above {above:g}, got {value}")

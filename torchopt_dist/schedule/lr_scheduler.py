@@ -32,7 +32,7 @@ class ScheduleLR(LRScheduler):
 
     Example:
         >>> import torch
-        >>> from torchopt_dist.schedule.polynomial import linear_schedule
+        >>> from torchopt_dist.schedule.transitions import linear_schedule
         >>> optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
         >>> scheduler = ScheduleLR(optimizer, linear_schedule(0.5, 0.0, 4))
         >>> optimizer.step()

@@ -7,7 +7,6 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
-from torchopt_dist.torch_private.backward_hooks import let_graphs_drop
 from torchopt_dist.torch_private.compiler import (
     as_input,
     compiler_overlooks,
@@ -28,11 +27,14 @@ from torchopt_dist.torch_private.engine import (
     engine_needs_node,
     engine_run,
     evaluating_node,
+    forget_failed_runs,
     grad_of_edges,
     grad_of_loss,
+    held_by_run,
     next_sequence_number,
     sequence_numbers,
     set_sequence_number,
+    when_run_fails,
 )
 from torchopt_dist.torch_private.generators import (
     pending_gpu_seeds,
@@ -75,6 +77,7 @@ from torchopt_dist.torch_private.modules import (
     drop_compiled_call,
     has_forward_hook,
     hooks_of_all_modules,
+    let_graphs_drop,
     note_attributes,
     parameters_of,
     set_parameters,
@@ -97,7 +100,6 @@ from torchopt_dist.torch_private.rpc import (
     tensorpipe_options_with_sockets,
     time_out_of,
 )
-from torchopt_dist.torch_private.runs import forget_failed_runs, held_by_run, when_run_fails
 from torchopt_dist.torch_private.transforms import (
     batch_of,
     batched,

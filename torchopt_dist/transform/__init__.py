@@ -5,7 +5,6 @@ from torchopt_dist.transform.adagrad import scale_by_rss
 from torchopt_dist.transform.adam import scale_by_adam
 from torchopt_dist.transform.adamax import scale_by_adamax
 from torchopt_dist.transform.adan import scale_by_adan
-from torchopt_dist.transform.adaptive_grad_clip import adaptive_grad_clip
 from torchopt_dist.transform.add_decayed_weights import add_decayed_weights
 from torchopt_dist.transform.add_noise import add_noise
 from torchopt_dist.transform.apply_if_finite import apply_if_finite
@@ -20,7 +19,7 @@ from torchopt_dist.transform.base import (
     of_elements,
 )
 from torchopt_dist.transform.centralize import centralize
-from torchopt_dist.transform.clip import clip_grad_norm, clip_grad_value
+from torchopt_dist.transform.clip import adaptive_grad_clip, clip_grad_norm, clip_grad_value
 from torchopt_dist.transform.ema import ema
 from torchopt_dist.transform.hook import nan_to_num_hook, register_hook, zero_nan_hook
 from torchopt_dist.transform.inject_hyperparams import inject_hyperparams

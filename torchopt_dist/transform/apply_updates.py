@@ -12,7 +12,7 @@ from torchopt_dist import pytree
 from torchopt_dist.core.types import OptionalTensor, OptState, Params, Updates
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import PLAIN, are_alike, pick, present, put
-from torchopt_dist.transform._recorded_gradients import update_by_own
+from torchopt_dist.transform._gradients import update_by_own
 from torchopt_dist.transform.base import ChainedGradientTransformation, GradientTransformation
 
 __all__ = [

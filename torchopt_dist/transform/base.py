@@ -22,8 +22,8 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core.types import OptState, Params, Updates
 from torchopt_dist.transform._fused_step import FusedStep
+from torchopt_dist.transform._gradients import mend_recorded
 from torchopt_dist.transform._hyperparameters import is_per_leaf, is_schedule, plain_rates
-from torchopt_dist.transform._recorded_gradients import mend_recorded
 
 if TYPE_CHECKING:
     from typing import Self

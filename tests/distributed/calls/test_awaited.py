@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from torchopt_dist.distributed.calls.awaited import Awaited
+from torchopt_dist.distributed.calls.futures import Awaited
 
 
 class _WrongError(Exception):

@@ -14,7 +14,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.processes import World, python
-from torchopt_dist.distributed.life.allocator import KEPT, keep_for_next_call
+from torchopt_dist.process.resources import KEPT, keep_for_next_call
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="needs glibc's allocator"

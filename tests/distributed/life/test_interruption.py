@@ -13,8 +13,12 @@ import torch
 import torchopt_dist as todist
 from tests.functions import spin
 from torchopt_dist.distributed.life import interruption as interruption_module
-from torchopt_dist.distributed.life.cleanup_blocks import is_cleaning_up
-from torchopt_dist.distributed.life.interruption import Interruption, end_threads, is_in_backward
+from torchopt_dist.distributed.life.interruption import (
+    Interruption,
+    end_threads,
+    is_cleaning_up,
+    is_in_backward,
+)
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_our_own_errors_show_the_frame_that_raised():
         todist.parallelize(timeout="soon")
     except TypeError as error:
         told = format_error(error)
-    assert told.count("torchopt_dist/distributed/messages/timeout.py") == 1
+    assert told.count("torchopt_dist/arguments/numbers.py") == 1
     assert "timeout must be a number" in told
 
 

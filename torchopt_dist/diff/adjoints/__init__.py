@@ -4,11 +4,13 @@ How to add one is said in :mod:`torchopt_dist.diff.adjoints.adjoint`.
 """
 
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
-from torchopt_dist.diff.adjoints.evolution_strategies import EvolutionStrategies
+from torchopt_dist.diff.adjoints.evolution_strategies import (
+    EvolutionStrategies,
+    PersistentEvolutionStrategies,
+)
 from torchopt_dist.diff.adjoints.finite_difference import FiniteDifference
 from torchopt_dist.diff.adjoints.first_order import FirstOrder
 from torchopt_dist.diff.adjoints.implicit import Implicit
-from torchopt_dist.diff.adjoints.persistent_evolution_strategies import PersistentEvolutionStrategies
 from torchopt_dist.diff.adjoints.recorded import Recorded
 from torchopt_dist.diff.adjoints.replayed import Replayed
 from torchopt_dist.diff.adjoints.reptile import Reptile

@@ -19,11 +19,11 @@ from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.surroundings import Modes, modes
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import Values
+from torchopt_dist.diff.adjoints._estimates import without_second_order
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._missing_gradients import watched
 from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._samples import Samples
-from torchopt_dist.diff.adjoints._second_order import without_second_order
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
 from torchopt_dist.ops._columns import as_real
 

@@ -36,17 +36,17 @@ from torchopt_dist.diff.adjoints._carry import (
     StopFn,
     UpdateLookFn,
     WatchFn,
+    moved_in_place,
+    owned,
 )
 from torchopt_dist.diff.adjoints._declared import differentiable, leaf_like, leaves_at
-from torchopt_dist.diff.adjoints._in_place import moved_in_place, owned
 from torchopt_dist.diff.adjoints._model import Model
 from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean
 from torchopt_dist.formulas import formulas_in_transforms
 from torchopt_dist.formulas.attention import without_fast_path
 from torchopt_dist.torch_private import grad_of_loss, grads_inside_transforms, transforms_are_active
-from torchopt_dist.transform._gradients import gradients, gradients_missing
-from torchopt_dist.transform._recorded_gradients import recorded_gradients
+from torchopt_dist.transform._gradients import gradients, gradients_missing, recorded_gradients
 from torchopt_dist.transform.apply_updates import apply_updates, differentiable_step, with_gradients_added
 from torchopt_dist.transform.base import GradientTransformation
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.core.random_turns import Turn
 from torchopt_dist.core.surroundings import Modes, modes
 from torchopt_dist.core.types import LinearSolver

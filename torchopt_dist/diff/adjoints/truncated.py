@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
 from torchopt_dist.diff.adjoints._samples import samples_around

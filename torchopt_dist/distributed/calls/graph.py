@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchopt_dist.core.grad_accumulators import apart_from
+from torchopt_dist.core.inputs import Seen, apart_from, check_inputs
 from torchopt_dist.core.random_turns import lent
-from torchopt_dist.core.versions import Seen, check_inputs
 from torchopt_dist.distributed.calls.again import Again, call_again, gradients_again
 from torchopt_dist.distributed.calls.local import Beside, Here
 from torchopt_dist.distributed.calls.nodes import collect, dispatch
@@ -36,10 +35,9 @@ from torchopt_dist.distributed.group.chunks import Arriving, Deferred
 from torchopt_dist.distributed.group.group import Group, find_group
 from torchopt_dist.distributed.group.spans import Phase, Spanned
 from torchopt_dist.distributed.messages.caller_state import CallerState
-from torchopt_dist.distributed.messages.globals_of_code import MUCH_CODE, GlobalsOfCode, description_of_much
-from torchopt_dist.distributed.messages.handle import StayingModule
-from torchopt_dist.distributed.messages.message import Message
+from torchopt_dist.distributed.messages.message import MUCH_CODE, GlobalsOfCode, Message, description_of_much
 from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.distributed.messages.references import StayingModule
 from torchopt_dist.distributed.messages.requests import BACKWARD_TWICE, Backward, Call, Key
 from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.serialization.pickling import PackedModules, pack, place_of, reply_of

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchopt_dist.core.grad_accumulators import hold_grad_accumulators
-from torchopt_dist.core.versions import Seen
+from torchopt_dist.core.inputs import Seen, hold_grad_accumulators
 from torchopt_dist.distributed.group.group import errors_of_runs
 from torchopt_dist.torch_private import (
     engine_needs_node,

@@ -13,8 +13,7 @@ from typing import Any
 import optree
 from torch import Tensor, nn
 
-from torchopt_dist.core.grad_accumulators import hold_grad_accumulators
-from torchopt_dist.core.versions import Seen
+from torchopt_dist.core.inputs import Seen, hold_grad_accumulators
 from torchopt_dist.distributed.calls.graph import RemoteGraph
 from torchopt_dist.distributed.calls.local import Here
 from torchopt_dist.distributed.calls.siblings import Siblings

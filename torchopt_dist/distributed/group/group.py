@@ -16,8 +16,7 @@ from typing import Any
 
 from torchopt_dist.distributed.group.chunks import Streams
 from torchopt_dist.distributed.group.graph_releaser import GraphReleaser
-from torchopt_dist.distributed.group.kept import Kept, KeptGraph, graph_missing
-from torchopt_dist.distributed.group.kept_values import Residents
+from torchopt_dist.distributed.group.kept import Kept, KeptGraph, Residents, graph_missing
 from torchopt_dist.distributed.group.mirrors import Held, mirror_missing
 from torchopt_dist.distributed.group.outstanding import Outstanding
 from torchopt_dist.distributed.group.spans import Recorder

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist.collectives.watched_group import WatchedGroup
-from torchopt_dist.core.versions import Seen
+from torchopt_dist.core.inputs import Seen
 from torchopt_dist.distributed.group.kept import HeldLeaf
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.distributed.serialization.pickling import pack

@@ -20,8 +20,8 @@ from torchopt_dist.distributed.group.group import (
     find_group,
     incarnation_of,
 )
-from torchopt_dist.distributed.messages.handle import Handle, StayingModule
 from torchopt_dist.distributed.messages.payload import Payload
+from torchopt_dist.distributed.messages.references import Handle, StayingModule
 from torchopt_dist.distributed.messages.requests import Key
 from torchopt_dist.errors import ResidentError
 from torchopt_dist.pytree._containers import flatten

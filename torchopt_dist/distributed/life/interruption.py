@@ -1,12 +1,21 @@
-"""Another rank's failure, and the thread that runs ``main`` → ``main`` runs its ``finally`` blocks, in bounded time.
+"""Another rank's failure, or SIGTERM, and the thread that runs ``main`` → ``main`` runs its ``finally`` blocks.
+
+After another rank's failure this takes a bounded time. Schedulers send SIGTERM some time before they kill, and it is
+``SystemExit`` in ``main``, so that it can still save: who sends it decides how long ``main`` has, and nothing here ends
+it earlier once its ``finally`` blocks run.
 
 The end of the process, and threads that answer calls → these threads end, before they would abort the process.
 """
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import functools
 import inspect
+import linecache
+import os
+import signal
 import sys
 import threading
 import time
@@ -15,12 +24,42 @@ from types import FrameType
 
 import torch
 
-from torchopt_dist.distributed.life.cleanup_blocks import is_cleaning_up
 from torchopt_dist.distributed.transport.shutdown import FINALLY_SECONDS, GRACE_SECONDS
 from torchopt_dist.errors import TodistError
+from torchopt_dist.process.signals import INTERRUPT, TERMINATED
 from torchopt_dist.torch_private import exception_in, frame_of
 
-__all__ = ["Interruption", "end_threads", "is_in_backward"]
+__all__ = ["LAST_SECONDS", "Interruption", "Termination", "end_threads", "is_cleaning_up", "is_in_backward"]
+
+
+_EXITS = frozenset({"__exit__", "__aexit__", "__del__"})
+
+
+def is_cleaning_up(frame: FrameType | None, until: FrameType | None) -> bool:
+    """Whether a frame, or a caller of it before ``until``, is in a ``finally`` block or leaves a ``with`` block.
+
+    Python does not report this where no exception is handled. The source does: the frame's line lies in such a block or
+    not. It is ``False`` if there is no source.
+    """
+    while frame is not None and frame is not until:
+        if frame.f_code.co_name in _EXITS or frame.f_lineno in _finally_lines(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _finally_lines(filename: str) -> frozenset[int]:
+    """The lines of a file's ``finally`` blocks."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError, RecursionError):
+        return frozenset()
+    blocks = [node.finalbody for node in ast.walk(tree) if isinstance(node, (ast.Try, ast.TryStar))]
+    return frozenset(
+        line for block in blocks if block for line in range(block[0].lineno, (block[-1].end_lineno or 0) + 1)
+    )
+
 
 _POLL_SECONDS = 0.01
 
@@ -159,3 +198,56 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     """Raise a ``kind`` in a thread; with ``None``, cancel an exception that has not been raised there yet."""
     argument = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), argument)
+
+
+LAST_SECONDS = 600.0
+"""How long a rank that was told to end waits for rank 0, at most. Who has told them to end kills both before that."""
+
+
+class Termination:
+    """Context manager, in the thread that runs ``main``: meanwhile SIGTERM raises there, once, when it can.
+
+    Programs that handle SIGTERM themselves are left alone, and so are the workers of a launch, which their agent
+    interrupts, and a ``main`` in another thread than Python's first one, which alone handles signals.
+
+    Attributes:
+        told: whether SIGTERM has come.
+        waits: whether the thread may be interrupted where it does not run ``main``, since it waits for the others.
+    """
+
+    def __init__(self, interruption: Interruption, unwound: threading.Event) -> None:
+        self.told, self.waits = False, True
+        self._interruption, self._unwound = interruption, unwound
+        self._pid = 0
+
+    def __enter__(self) -> None:
+        in_first = threading.current_thread() is threading.main_thread()
+        defaults = all(signal.getsignal(each) is signal.SIG_DFL for each in (signal.SIGTERM, INTERRUPT))
+        if in_first and defaults:
+            self._pid = os.getpid()
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        if self._pid and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def check(self) -> None:
+        """Raise now, if it could not be done in ``main``."""
+        if self.told:
+            raise SystemExit(TERMINATED)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a process that was forked from this one
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.told:
+            return
+        self.told = True
+        if self._interruption.can_raise() if self._interruption.runs_main else self.waits:
+            raise SystemExit(TERMINATED)
+        if self._interruption.runs_main:
+            threading.Thread(target=self._raise_later, name="todist-terminate", daemon=True).start()
+
+    def _raise_later(self) -> None:
+        self._interruption.raise_later(SystemExit(TERMINATED), self._unwound)

@@ -21,18 +21,27 @@ from torch.distributed import rpc
 
 from torchopt_dist.distributed.calls.spread import ask
 from torchopt_dist.distributed.group.group import Group, set_group
-from torchopt_dist.distributed.life.allocator import keep_for_next_call
-from torchopt_dist.distributed.life.descriptors import check_descriptors, too_many_files
-from torchopt_dist.distributed.life.interruption import Interruption, end_threads, is_in_backward
-from torchopt_dist.distributed.life.own_member import named, own_incarnation, own_member
-from torchopt_dist.distributed.life.parent import ParentWatch
+from torchopt_dist.distributed.life.interruption import (
+    LAST_SECONDS,
+    Interruption,
+    Termination,
+    end_threads,
+    is_in_backward,
+)
+from torchopt_dist.distributed.life.own_process import (
+    ParentWatch,
+    check_descriptors,
+    named,
+    own_incarnation,
+    own_member,
+    too_many_files,
+)
 from torchopt_dist.distributed.life.process_group import (
     abort_process_group,
     begin_process_group,
     end_process_group,
 )
 from torchopt_dist.distributed.life.report import CppWarnings, one_line, report, tell_torchrun, tell_user
-from torchopt_dist.distributed.life.termination import LAST_SECONDS, Termination
 from torchopt_dist.distributed.membership.members import Failure, Member, OnLoss
 from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.rendezvous import store as store_module
@@ -50,6 +59,7 @@ from torchopt_dist.distributed.worker.handler import handle_request
 from torchopt_dist.errors import AgentFailedError, InitializationError, PeerFailedError, WorkerLostError
 from torchopt_dist.process import network
 from torchopt_dist.process.liveness import Liveness
+from torchopt_dist.process.resources import keep_for_next_call
 
 __all__ = ["RunningGroup"]
 

@@ -18,8 +18,7 @@ from torchopt_dist.distributed.membership.link import (
 )
 from torchopt_dist.distributed.membership.listener import Listener
 from torchopt_dist.distributed.membership.replacements import Replacements, waits_for_nobody
-from torchopt_dist.distributed.membership.stopped import is_running, process_table
-from torchopt_dist.distributed.membership.watchdog import is_heard
+from torchopt_dist.distributed.membership.stopped import is_heard, is_running, process_table
 from torchopt_dist.process.liveness import Liveness
 
 __all__ = ["END", "HUB", "JOIN_SECONDS", "START", "Barrier", "Hub"]

@@ -25,8 +25,7 @@ from torchopt_dist.distributed.membership.hub import END, HUB, JOIN_SECONDS, STA
 from torchopt_dist.distributed.membership.link import STOPPED, UNREACHABLE, ToHub
 from torchopt_dist.distributed.membership.members import Failure, Member, check_members
 from torchopt_dist.distributed.membership.state import MembershipState
-from torchopt_dist.distributed.membership.stopped import StoppedProcesses
-from torchopt_dist.distributed.membership.watchdog import Watchdog
+from torchopt_dist.distributed.membership.stopped import StoppedProcesses, Watchdog
 from torchopt_dist.distributed.rendezvous.sealed_store import SealedStore
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.errors import InitializationError, PeerFailedError

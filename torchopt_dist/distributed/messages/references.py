@@ -1,28 +1,74 @@
-"""What a caller has, sent by reference → on a worker an object whose ``to_here()`` gives it, connected to the call.
+"""What a caller has, sent by reference → on a worker an object that gives it, connected to the call; handles of values.
 
 The value of an ``RRef`` that the caller owns travels in the message, like any argument, if something in it requires
 grad. Of an ``RRef`` that another worker owns, a tensor without elements travels, which requires grad: the *hook*. The
 worker fetches the value by a call with the hook among its arguments, and on the owner the value is connected to the
 hook. A backward so finds its way to the owner, where the gradients are added to those of the owner's own tensors.
+
+A module whose tensors the workers have, and a handle of any value, are in a message what stands for them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.core.grad_accumulators import hold_grad_accumulators
+from torchopt_dist.core.inputs import hold_grad_accumulators
 from torchopt_dist.core.random_turns import lent
 from torchopt_dist.errors import ResidentError
 from torchopt_dist.nn.module_state import extract_state_dict, module_clone, recover_state_dict
-from torchopt_dist.torch_private import transforms_are_active
+from torchopt_dist.torch_private import engine_captures_leaf, transforms_are_active
 
-__all__ = ["ConnectedRRef", "Reference", "carried_by", "requires_grad"]
+__all__ = ["ConnectedRRef", "Handle", "Reference", "StayingModule", "carried_by", "hook_of", "requires_grad"]
+
+
+class Handle:
+    """Stands in a message for a value that workers fetch, as long as the handle lives."""
+
+    __slots__ = ()
+
+
+class StayingModule(nn.Module):
+    """Takes the place of its only child in calls; the function gets the child."""
+
+    module: nn.Module
+
+    def staying(self) -> tuple[Tensor, tuple[int, int], int, Sequence[Tensor]]:
+        """The hook, the key, the version and the tensors; raises if the workers' are not the same."""
+        raise NotImplementedError
+
+
+def hook_of(parameters: Sequence[Tensor]) -> Tensor:
+    """A tensor without elements, in the places of a mirror's parameters in the caller's graph of a call."""
+    if transforms_are_active() or not torch.is_grad_enabled():  # a call has no graph there
+        return torch.zeros(0, requires_grad=bool(parameters), device="cpu")
+    apply: Callable[..., Tensor] = _Hook.apply
+    return apply(*parameters)
+
+
+class _Hook(torch.autograd.Function):
+    """Parameters → their hook; they get no gradients from there, since these stay on the workers."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        del parameters
+        ctx.set_materialize_grads(False)
+        return torch.zeros(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
+        del grad
+        if any(engine_captures_leaf(node) for node, _ in ctx.next_functions):
+            raise RuntimeError(
+                "torch.autograd.grad was asked for gradients of a mirror's parameters, which stay on the workers: "
+                "call backward() of the loss, or pass the module itself instead of its mirror"
+            )
+        return (None,) * len(ctx.next_functions)
 
 
 class Reference:

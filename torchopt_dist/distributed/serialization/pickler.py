@@ -22,11 +22,9 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
-from torchopt_dist.distributed.messages.handle import Handle, StayingModule
-from torchopt_dist.distributed.messages.references import ConnectedRRef, carried_by
+from torchopt_dist.distributed.messages.references import ConnectedRRef, Handle, StayingModule, carried_by
 from torchopt_dist.distributed.serialization import unpickler
-from torchopt_dist.distributed.serialization.names import find, name_of
-from torchopt_dist.distributed.serialization.parametrized import is_parametrized, reduced
+from torchopt_dist.distributed.serialization.names import find, is_parametrized, name_of, reduced
 from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.nn._module_copy import ModuleCopy
 from torchopt_dist.pickling.code_pickler import CodePickler, op_of_torch

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from torchopt_dist.distributed.messages.globals_of_code import GlobalsOfCode
-from torchopt_dist.distributed.messages.handle import Handle, StayingModule
+from torchopt_dist.distributed.messages.message import GlobalsOfCode
+from torchopt_dist.distributed.messages.references import Handle, StayingModule
 from torchopt_dist.distributed.serialization.names import name_of
 from torchopt_dist.errors import SerializationError
 from torchopt_dist.torch_private import (

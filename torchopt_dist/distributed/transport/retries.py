@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchopt_dist.core.versions import Seen
+from torchopt_dist.core.inputs import Seen
 from torchopt_dist.distributed.membership.membership import Membership
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.requests import Key

@@ -23,9 +23,9 @@ from torchopt_dist.distributed.transport import shutdown
 from torchopt_dist.distributed.transport.base import Host, Transport
 from torchopt_dist.distributed.transport.pending import disconnected
 from torchopt_dist.errors import CallTimeoutError, NotInitializedError
-from torchopt_dist.process.cores import usable_cores
 from torchopt_dist.process.future import Future
 from torchopt_dist.process.network import check_loopback
+from torchopt_dist.process.resources import usable_cores
 from torchopt_dist.torch_private import set_default_rpc_timeout, tensorpipe_options_with_sockets
 
 __all__ = ["RPCTransport", "default_options", "rpc_is_initialized"]

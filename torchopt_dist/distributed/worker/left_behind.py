@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torchopt_dist.core.code_names import reads
 from torchopt_dist.core.functional import replaced
 from torchopt_dist.core.graphs import leaves_behind
+from torchopt_dist.core.inputs import Seen
 from torchopt_dist.core.unconnected import Unconnected, unconnected
-from torchopt_dist.core.versions import Seen
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.serialization.names import code_of
 from torchopt_dist.distributed.worker.buffers import Place, buffers_in, differs

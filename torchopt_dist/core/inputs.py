@@ -1,4 +1,4 @@
-"""Leaf tensors → views that keep their gradient accumulators alive, so that threads that share a leaf do not deadlock.
+"""Tensors that a graph begins with → their gradient accumulators held, and whether they were changed in place.
 
 The first operation on a leaf creates its gradient accumulator. Torch does so under the leaf's mutex, and may ask for
 Python's global lock while it holds the mutex; a ``torch.autograd.Function`` is applied with the global lock held, and
@@ -17,7 +17,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["apart_from", "hold_grad_accumulators"]
+from torchopt_dist.torch_private import tensor_version, without_modes
+
+__all__ = ["Seen", "apart_from", "check_inputs", "hold_grad_accumulators"]
 
 
 def hold_grad_accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -40,3 +42,36 @@ def apart_from(others: Iterable[Tensor], grads: Sequence[Tensor | None]) -> list
         grad if grad is None or grad.untyped_storage().data_ptr() not in taken else grad.clone()
         for grad in grads
     ]
+
+
+class Seen:
+    """Tensors as they are now; with ``memory``, other memory, as after ``x.data = y``, is a change, too.
+
+    Torch does not count changes of those made under ``torch.inference_mode()``.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = (), *, memory: bool = False) -> None:
+        self.tensors = [*tensors]
+        self._memory = memory
+        with without_modes():
+            self._states = [self._state(tensor) for tensor in self.tensors]
+
+    def changed(self) -> list[int]:
+        """The indices of the tensors that have been changed since."""
+        pairs = enumerate(zip(self.tensors, self._states, strict=True))
+        with without_modes():
+            return [index for index, (tensor, state) in pairs if self._state(tensor) != state]
+
+    def _state(self, tensor: Tensor) -> tuple[int | None, int | None]:
+        version = None if tensor.is_inference() else tensor_version(tensor)
+        return version, tensor.data_ptr() if self._memory and tensor.layout is torch.strided else None
+
+
+def check_inputs(inputs: Seen) -> None:
+    """Raise :class:`RuntimeError`, as torch does, if an input of a graph has been changed in place since."""
+    for index in inputs.changed():
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"of the tensors that a remote call differentiates, number {index}, of shape "
+            f"{tuple(inputs.tensors[index].shape)}"
+        )

@@ -1,8 +1,26 @@
-"""The ``timeout`` argument of a call → seconds, 0 for no limit."""
+"""An argument → a whole number, or the seconds of a time-out, or an error that names it."""
 
 from __future__ import annotations
 
-__all__ = ["UNSET_TIMEOUT", "seconds_of"]
+from numbers import Integral
+from typing import Any
+
+__all__ = ["UNSET_TIMEOUT", "integer", "seconds_of"]
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """The value as a plain integer.
+
+    Raises:
+        TypeError: it is no integer; a truth value is none.
+        ValueError: it is below the least.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__} {value!r:.80}")
+    if least is not None and value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}")
+    return int(value)
+
 
 _SHORTEST, _LONGEST = 1e-3, 1e6
 """Seconds. Torch counts a time-out in milliseconds of 32 bits, and takes less than one of them for no limit."""

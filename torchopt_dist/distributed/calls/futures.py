@@ -1,17 +1,27 @@
-"""``{worker: Future[values]}`` → all the values, or an error as soon as there is one."""
+"""``{worker: Future[values]}`` → all the values, or the first error; the future of an asynchronous call.
+
+Such a future is C++ code. Python's garbage collector does not see what it holds: an exception, the frames that this was
+raised through, and in these the future again, would be kept for ever, with the tensors of the call. A thread that waits
+for it lends its process to other work meanwhile.
+"""
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeVar
+
+import torch.futures
 
 from torchopt_dist.core.random_turns import lent
 from torchopt_dist.errors import CallTimeoutError, TodistError
 from torchopt_dist.pickling.tracebacks import from_user_code
 from torchopt_dist.process.future import Future, as_completed
+from torchopt_dist.torch_private import set_failure
 
-__all__ = ["GRACE_SECONDS", "gather"]
+__all__ = ["GRACE_SECONDS", "Awaited", "gather"]
+
 
 GRACE_SECONDS = 0.1
 """How long the other workers are waited for after a first error or the time-out, so that all errors are reported."""
@@ -73,3 +83,66 @@ def _add_notes(first: BaseException, others: dict[int, BaseException], names: Se
             for worker, error in others.items()
         )
         first.add_note(f"{len(others)} more worker{'s' * (len(others) > 1)} failed:\n{lines}")
+
+
+T = TypeVar("T")
+
+
+class _Failure:
+    """What the future's C++ code holds of an exception: all of it until it is raised, then a way to it.
+
+    ``home`` is the future, which holds the exception from then on.
+    """
+
+    def __init__(self, error: Exception, home: Awaited[Any]) -> None:
+        self.error: Exception | None = error
+        self.home = weakref.ref(home)
+        self.text = f"{type(error).__name__}: {error}"
+
+
+class Awaited(torch.futures.Future[T]):
+    """A ``torch.futures.Future``; :func:`torch.futures.wait_all` waits for it without this class, and lends nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._failure: _Failure | None = None
+        self.error: Exception | None = None
+
+    def wait(self) -> T:
+        """Wait for the result, and return it or raise the exception that the call ended with."""
+        try:
+            if not self.done():
+                with lent():
+                    super().wait()
+            return super().wait()
+        finally:
+            self._take_over()
+
+    def value(self) -> T:
+        """The result that is there, or the exception, raised."""
+        try:
+            return super().value()
+        finally:
+            self._take_over()
+
+    def set_exception(self, result: Any) -> None:
+        """Set the exception that the call ended with; frames that it was raised through must not hold this future."""
+        self._failure = _Failure(result, self)
+        set_failure(self, self._failure, _raise, result)
+
+    def _take_over(self) -> None:
+        """Hold the exception here, where the garbage collector sees it: it has frames of who waits now."""
+        failure = self._failure
+        if failure is not None and failure.error is not None:
+            self.error, failure.error = failure.error, None
+
+
+def _raise(failure: _Failure) -> NoReturn:
+    error, home = failure.error, failure.home()
+    if error is None and home is not None:
+        error = home.error
+    del home
+    try:
+        raise error or RuntimeError(f"a call has failed, and this has been raised before: {failure.text}")
+    finally:
+        del error

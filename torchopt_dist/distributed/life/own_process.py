@@ -1,11 +1,18 @@
-"""The environment, this process → this worker's data for the others."""
+"""The environment, this process → this worker's data for the others, and whether it has what a group needs.
+
+Where Gloo, TensorPipe and ZeroMQ cannot open a file, they raise errors of their own, abort the process, or wait. When
+the process that has started this worker has ended, there is a call, so that no worker is left behind.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +21,8 @@ from torchopt_dist.distributed.membership.stopped import process_table
 from torchopt_dist.distributed.rendezvous.environment import WorldInfo
 from torchopt_dist.errors import InitializationError
 
-__all__ = ["named", "own_incarnation", "own_member"]
+__all__ = ["ParentWatch", "check_descriptors", "named", "own_incarnation", "own_member", "too_many_files"]
+
 
 VARIABLE = "TODIST_INCARNATION"
 """Set by a launch with ``on_loss="replace"``: 0 for the first processes, and one more for each that replaces a lost
@@ -78,3 +86,59 @@ def _program() -> str:
     """The path of the script that is ``__main__``; empty where there is none, as in a notebook."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.realpath(path) if path else ""
+
+
+def check_descriptors(number: int) -> None:
+    """Check that so many files can be opened; raises ``InitializationError`` if not."""
+    with contextlib.ExitStack() as opened:
+        for count in range(number):
+            try:
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                raise _too_many(f"needs at least {number} more, and can have {count}") from error
+
+
+def too_many_files(error: BaseException) -> InitializationError | None:
+    """The error to raise in place of a library's error that no file can be opened; ``None`` for other errors."""
+    if isinstance(error, InitializationError) or "too many open files" not in str(error).lower():
+        return None
+    return _too_many("could not open all that it needs")
+
+
+def _too_many(what: str) -> InitializationError:
+    import resource  # which only Unix has, and only there a limit is met
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return InitializationError(
+        f"too many open files: this worker {what}, where the limit of open files (`ulimit -n`) is {limit}: raise it"
+    )
+
+
+class ParentWatch:
+    """Context manager that calls ``orphaned``, in a thread of its own, when torchrun's agent or a launcher has ended.
+
+    Other parents, such as a shell, may end before the program. The signal that the kernel sends when a parent dies
+    would come when the parent's *thread* ends that has started this process, and leave ``main`` no time for ``finally``
+    blocks.
+    """
+
+    def __init__(self, interval: float, orphaned: Callable[[], None]) -> None:
+        self._interval = interval
+        self._orphaned = orphaned
+        self._left = threading.Event()
+        self._parent = os.getppid()
+
+    def __enter__(self) -> None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=self._watch, name="todist-parent", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+
+    def _watch(self) -> None:
+        while not self._left.wait(self._interval):
+            if os.getppid() != self._parent:
+                self._orphaned()
+                return

@@ -1,4 +1,4 @@
-"""The workers of a team → their process group; what its first worker and the others tell each other of it.
+"""Workers → the process group that they enter together, whose waits end when one of them is lost; that of a team.
 
 All members begin a request together. One that raises an error tells the others, which may wait for it in a collective;
 the first one also tells those that are still at work when it is done.
@@ -6,10 +6,14 @@ the first one also tells those that are still at work when it is done.
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -22,13 +26,69 @@ from torchopt_dist.collectives.watched_group import (
     watched_group,
 )
 from torchopt_dist.core.random_turns import lent
-from torchopt_dist.distributed._meeting import check_of, meet
-from torchopt_dist.distributed.calls.gather import gather
+from torchopt_dist.distributed.calls.futures import gather
 from torchopt_dist.distributed.group.group import Group, answering_group
 from torchopt_dist.errors import CollectiveError, WorkerLostError
+from torchopt_dist.process import network
 from torchopt_dist.process.future import Future, as_completed
+from torchopt_dist.process.threads import settle_in_thread
 
-__all__ = ["Ranks", "as_member", "connected", "end_with", "tell_late"]
+__all__ = ["Ranks", "as_member", "beside", "check_of", "connected", "end_with", "meet", "tell_late"]
+
+
+Enter: TypeAlias = Callable[..., object]
+"""A function of a module: ``enter(group, store, ranks, *args)`` makes this worker's part of the process group."""
+
+
+def meet(group: Group, ranks: Sequence[int], enter: Enter, *args: Any, seconds: float) -> None:
+    """Let workers enter a process group, this one among them, whose store they use.
+
+    Args:
+        group: the workers that there are.
+        ranks: those that enter, in ascending order.
+        enter: enters; it is called on each of them.
+        args: its further arguments.
+        seconds: how long they may take.
+    """
+    started = time.monotonic()
+    host = network.local_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    store = _store_at(host, 0, seconds, is_master=True)
+    others = [rank for rank in ranks if rank != group.rank]
+    entered = {
+        rank: group.ask(rank, _enter, host, store.port, seconds, ranks, enter, args) for rank in others
+    }
+    entered[group.rank] = beside(group, partial(enter, group, store, ranks, *args))
+    gather(entered, group.names, seconds, started)
+
+
+def beside(group: Group, work: Callable[[], object]) -> Future[list[Any]]:
+    """Do work in another thread that waits in C++ for workers, since one of them may be lost meanwhile."""
+    future: Future[list[Any]] = Future()
+    settle_in_thread(group.threads, work, future, group.names[group.rank])
+    return future
+
+
+def check_of(group: Group, ranks: Sequence[int]) -> Callable[[], None]:
+    """A function that raises :class:`WorkerLostError` if one of these workers is lost."""
+
+    def check() -> None:
+        for rank in ranks:
+            if rank in group.membership.failures:
+                raise group.membership.loss_of(rank)
+
+    return check
+
+
+def _enter(host: str, port: int, seconds: float, ranks: Sequence[int], enter: Enter, args: Any) -> None:
+    """On another worker: enter the process group."""
+    enter(answering_group(), _store_at(host, port, seconds, is_master=False), ranks, *args)
+
+
+def _store_at(host: str, port: int, seconds: float, *, is_master: bool) -> dist.TCPStore:
+    """Where the workers meet; the one that asks the others keeps it."""
+    limit = timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, None, is_master=is_master, wait_for_workers=False, timeout=limit)
+
 
 Ranks = tuple[int, ...]
 """Of the members of a team, in ascending order; the first one is asked, and asks the others."""
@@ -39,12 +99,12 @@ def connected(group: Group, ranks: Ranks) -> WatchedGroup:
     known: WatchedGroup | None = group.teams.get(ranks)
     if known is not None and not known.has_failed:
         return known
-    meet(group, ranks, _enter, next(group.numbers), seconds=CONNECT_SECONDS)
+    meet(group, ranks, _enter_team, next(group.numbers), seconds=CONNECT_SECONDS)
     made: WatchedGroup = group.teams[ranks]
     return made
 
 
-def _enter(group: Group, store: dist.Store, ranks: Ranks, number: int) -> None:
+def _enter_team(group: Group, store: dist.Store, ranks: Ranks, number: int) -> None:
     earlier = group.teams.pop(ranks, None)
     if earlier is not None:
         dist.destroy_process_group(earlier)

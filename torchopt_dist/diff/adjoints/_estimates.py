@@ -1,7 +1,12 @@
-"""Estimated gradients → the same, with a history that raises an error if they are differentiated."""
+"""A setting of an adjoint that estimates, its gradients → the same, or an error: of its range, and of a second order.
+
+The gradients have a history that raises an error if they are differentiated.
+"""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -11,7 +16,20 @@ from torch import Tensor
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.torch_private import transforms_are_active
 
-__all__ = ["without_second_order"]
+__all__ = ["check_above_zero", "without_second_order"]
+
+
+def check_above_zero(name: str, value: Any) -> None:
+    """Check that a setting is a finite number above 0.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of its range.
+    """
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}")
+    if not (float(value) > 0 and math.isfinite(value)):
+        raise ValueError(f"`{name}` must be finite and above 0, got {value}")
 
 
 def without_second_order(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.rows import each_row
-from torchopt_dist.arguments.integers import integer
+from torchopt_dist.arguments.numbers import integer
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3)])
