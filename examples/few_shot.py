@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=1.3, help="of training, by three methods together")
+    parser.add_argument("--minutes", type=float, default=1.1, help="of training, by three methods together")
     parser.add_argument("--steps", type=int, help="of each method, in place of minutes")
     parser.add_argument("--tasks", type=int, default=32, help="in a step")
     parser.add_argument("--test-tasks", type=int, default=600)
