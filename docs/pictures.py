@@ -113,8 +113,10 @@ def number(cell: str) -> float:
 
 def costs() -> list[dict[Any, Any]]:
     """Milliseconds of a step, the cells on the bytes sent by tasks, and megabytes of a loop, from a page's tables."""
-    step = {name: number(cells[0]) for name, cells in table("benchmarks.md", "A MAML step").items()}
-    step.pop("half the tasks, one process", None)  # the bound, no way to do it
+    rows = table("benchmarks.md", "A MAML step").items()
+    step = {
+        name: number(cells[0]) for name, cells in rows if not name.startswith("half the tasks")
+    }  # the bounds
     sent = {number(n): cells for n, cells in table("benchmarks.md", "How many bytes travel").items()}
     # The first cell has seconds and megabytes, and the others parts of these.
     whole, *parts = table("benchmarks.md", "Memory of an inner loop")[LOOP]
