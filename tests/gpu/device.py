@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,16 @@ def on_device(value: Any, dtype: torch.dtype | None = None) -> Any:
 
     leaves, spec = pytree.flatten(value)
     return pytree.unflatten(spec, [moved(leaf) for leaf in leaves])
+
+
+def peak(function: Callable[[], object]) -> float:
+    """MiB of the GPU above what there was before, at most at a time."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def assert_near(found: Any, expected: Any, tolerance: float) -> None:

@@ -60,6 +60,21 @@ def seconds(function: Callable[[], object], rounds: int = 9, repeats: int = 5) -
     return statistics.median(found)
 
 
+def peak_of(function: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of a second call, and the GB above what there was before."""
+    function()
+    if GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if GPU else 0
+    wait()
+    started = time.perf_counter()
+    function()
+    wait()
+    took = time.perf_counter() - started
+    return took, (torch.cuda.max_memory_allocated() - before) / 1e9 if GPU else 0.0
+
+
 def kernels(numel: int) -> None:
     """Bytes that each kernel must move over its time, as a share of what a copy moves in its time."""
     source, target = (torch.randn(numel, device=DEVICE) for _ in range(2))
@@ -223,16 +238,13 @@ def metagradient(
     def loss(model: nn.Module, chosen: Tensor) -> Tensor:
         return (weights[chosen] * model(data[chosen]).float()).mean()
 
-    kept = None
+    first: Tensor | None = None
     for way, options in ways.items():
-        if GPU:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if GPU else 0
+        made: list[Tensor] = []
 
-        def gradient(options: dict[str, Any] = options) -> Tensor:
+        def gradient(options: dict[str, Any] = options, kept: list[Tensor] = made) -> None:
             with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=half):
-                made = todist.inner_loop(
+                result = todist.inner_loop(
                     loss,
                     todist.adam(lr=1e-4, eps=1e-6),
                     model,
@@ -241,43 +253,20 @@ def metagradient(
                     meta=weights,
                     **options,
                 )
-                (found,) = torch.autograd.grad(made.params(data[:batch]).float().mean(), weights)
-            return found
+                kept[:] = torch.autograd.grad(result.params(data[:batch]).float().mean(), weights)
 
         table = f"A metagradient through {steps} steps of Adam, {batch} sequences of {size['length']} tokens"
         row = {"model": name, "precision": "bfloat16" if half else "float32", "way": way}
         try:
-            found = gradient()
-            wait()
-            started = time.perf_counter()
-            gradient()
-            wait()
+            took, peak = peak_of(gradient)
         except torch.OutOfMemoryError:
             told(table, **row, seconds="out of memory", GB="", **{"tokens a second": ""})
             continue
-        took = time.perf_counter() - started
-        peak = (torch.cuda.max_memory_allocated() - before) / 1e9 if GPU else 0.0
         speed = f"{steps * batch * size['length'] / took:,.0f}"
         told(table, **row, seconds=f"{took:.2f}", GB=f"{peak:.1f}", **{"tokens a second": speed})
-        if kept is not None:
-            error = ((found - kept).norm() / kept.norm()).item()
-            assert error < (0.3 if half else 0.05), f"{way}: another gradient, by {error:.2g} of its norm"
-        kept = found if kept is None else kept
-
-
-def peak_of(function: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of a second call, and the GB above what there was before."""
-    function()
-    if GPU:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if GPU else 0
-    wait()
-    started = time.perf_counter()
-    function()
-    wait()
-    took = time.perf_counter() - started
-    return took, (torch.cuda.max_memory_allocated() - before) / 1e9 if GPU else 0.0
+        first = made[0] if first is None else first
+        error = ((made[0] - first).norm() / first.norm()).item()
+        assert error < (0.3 if half else 0.05), f"{way}: another gradient, by {error:.2g} of its norm"
 
 
 def attribution(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchopt_dist as todist
-from tests.gpu.device import DEVICE, assert_near, needs_gpu, on_device
+from tests.gpu.device import DEVICE, assert_near, needs_gpu, on_device, peak
 from torchopt_dist.attribution import Training
 from torchopt_dist.formulas import attention as tiled
 from torchopt_dist.formulas.attention import attention_by_formula
@@ -40,16 +40,6 @@ def orders(value: Tensor, inputs: list[Tensor], count: int = 2) -> list[Tensor]:
         found += [x.detach() for x in grads]
         value = torch.stack([x.sin().sum() for x in grads]).sum()
     return found
-
-
-def peak(function: Callable[[], object]) -> float:
-    """MiB of the GPU above what there was before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 # remat

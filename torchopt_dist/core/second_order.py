@@ -9,6 +9,7 @@ that has no second derivative raises by itself, and says here what to write inst
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -192,16 +193,27 @@ def refuse_left_out(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) ->
     return nodes
 
 
-def nodes_of(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Any]:
-    """The nodes of the graph of outputs, up to inputs and to gradients that refuse by themselves."""
+def nodes_of(
+    outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), *, most: float = math.inf, whole: bool = False
+) -> list[Any]:
+    """The nodes of the graph of outputs, up to inputs.
+
+    Args:
+        outputs: tensors.
+        inputs: likewise.
+        most: after about so many nodes the search ends.
+        whole: whether it goes on behind gradients that refuse by themselves.
+    """
     seen: set[Any] = {None, *[x.grad_fn for x in inputs]}
     ends = dict.fromkeys(
-        output.grad_fn for output in outputs
-    )  # each once: one node may have made all parameters
+        [output.grad_fn for output in outputs]
+    )  # each once: one may have made all parameters
     found: list[Any] = [node for node in ends if node not in seen]
     seen.update(found)
     for node in found:  # which grows
-        if type(node).__name__ == _GUARD:
+        if len(found) >= most:
+            break
+        if not whole and type(node).__name__ == _GUARD:
             continue
         for following, _ in node.next_functions:
             if following not in seen:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from torchopt_dist import torch_private
-from torchopt_dist.core.second_order import explain, guarded, lacks, refusal, refuse_left_out
+from torchopt_dist.core.second_order import explain, guarded, lacks, nodes_of, refusal, refuse_left_out
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.core.vmap import values_of
 from torchopt_dist.formulas.normalization_nodes import is_mended, is_normalization, mend
@@ -149,20 +149,7 @@ def update_by_own(impl: Any, grads: Any, state: Any, *, params: Any, inplace: bo
 
 def _nodes(ends: Sequence[Tensor], begins: Sequence[Tensor]) -> list[Any]:
     """The nodes of the graph between tensors."""
-    seen: set[Any] = {None, *[tensor.grad_fn for tensor in begins]}
-    found: list[Any] = []
-    for tensor in ends:
-        if (node := tensor.grad_fn) not in seen:
-            seen.add(node)
-            found.append(node)
-    for node in found:  # which grows
-        if len(found) >= _NODES:
-            break
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                found.append(following)
-    return found
+    return nodes_of(ends, begins, most=_NODES, whole=True)
 
 
 def gradients(
