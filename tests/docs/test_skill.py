@@ -34,7 +34,7 @@ def test_a_block_is_a_whole_program(info: str, code: str, tmp_path: Path) -> Non
 
 
 def test_there_is_a_block_for_each_kind_of_program() -> None:
-    assert len(BLOCKS) == 8
+    assert len(BLOCKS) == 9
 
 
 @pytest.mark.parametrize("text", ["SKILL.md", "docs/llms.txt"])
