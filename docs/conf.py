@@ -55,6 +55,7 @@ redirects = {
     "transformers": "compile.html#transformers-and-attention",
     "unstable": "estimates.html#unstable-meta-gradients",
     "visual": "debugging.html#pictures-of-the-graph",
+    "zero_order": "estimates.html#zeroth-order-gradients",
 }
 """Addresses that pages had before they became sections → these sections."""
 
@@ -153,7 +154,7 @@ SYNONYMS = {
     "compile": "inductor, dynamo, jit, fullgraph, attention, gpt",
     "data": "omniglot, episode, dataloader, lightning",
     "debugging": "nan, breakpoint, pdb, tensorboard, wandb, tqdm, graphviz",
-    "estimates": "nes, openai-es, black-box, reinforce",
+    "estimates": "nes, openai-es, black-box, reinforce, zeroth-order, evolution, finite difference",
     "evaluation": "inference, no_grad, validation",
     "gpus": "cuda, nccl, amp, autocast, bfloat16, fp16",
     "hyperparameters": "hyperparameter, hypergradient, hpo, fine-tune, finetune, fine, tune",
@@ -169,7 +170,6 @@ SYNONYMS = {
     "replaying": "checkpointing, rematerialization, recompute, memory",
     "slurm": "sbatch, cluster, hpc",
     "torch_optimizers": "differentiable optimizer",
-    "zero_order": "zeroth-order, evolution, finite difference",
 }
 """What people type into the search → pages that have no such word, or not in a heading."""
 
