@@ -52,6 +52,7 @@ redirects = {
     "report": "debugging.html#report-a-problem",
     "security": "transports.html#security",
     "terms": "api.html#terms",
+    "torchrunx": "coming_from.html#torchrunx",
     "transformers": "compile.html#transformers-and-attention",
     "unstable": "estimates.html#unstable-meta-gradients",
     "visual": "debugging.html#pictures-of-the-graph",
@@ -150,7 +151,7 @@ def caption_blocks(app: Sphinx, page: str, text: list[str]) -> None:
 
 SYNONYMS = {
     "checkpoints": "save, resume, restore",
-    "coming_from": "higher, learn2learn, betty, jaxopt, optax",
+    "coming_from": "higher, learn2learn, betty, jaxopt, optax, torchrunx, launcher",
     "compile": "inductor, dynamo, jit, fullgraph, attention, gpt",
     "data": "omniglot, episode, dataloader, lightning",
     "debugging": "nan, breakpoint, pdb, tensorboard, wandb, tqdm, graphviz",
