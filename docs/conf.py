@@ -52,6 +52,7 @@ redirects = {
     "remat": "replaying.html#compute-a-part-again",
     "report": "debugging.html#report-a-problem",
     "security": "transports.html#security",
+    "slurm": "launchers.html#slurm",
     "terms": "api.html#terms",
     "torchrunx": "coming_from.html#torchrunx",
     "transformers": "compile.html#transformers-and-attention",
@@ -163,14 +164,13 @@ SYNONYMS = {
     "implicit": "deq, equilibrium, imaml, bilevel, argmin, kkt, conjugate gradients, cg, gmres, neumann",
     "inner_loops": "unroll, unrolled, maml, meta-learning, metalearning, bilevel, functional",
     "launch": "jupyter, notebook, spawn, ssh, multiprocessing",
-    "launchers": "mpi, mpirun, srun, ray, dask, k8s, kubernetes, submitit",
+    "launchers": "mpi, mpirun, srun, sbatch, slurm, cluster, hpc, ray, dask, k8s, kubernetes, submitit",
     "learned_optimizers": "l2o, lstm",
     "lora": "peft, adapter, fine-tune, finetune, fine, tune",
     "losses": "fault, crash, sigkill, preemption, oom",
     "one_loop": "ddp, fsdp, zero, data-parallel",
     "put": "broadcast, parameter server, shared memory",
     "replaying": "checkpointing, rematerialization, recompute, memory",
-    "slurm": "sbatch, cluster, hpc",
     "torch_optimizers": "differentiable optimizer",
 }
 """What people type into the search → pages that have no such word, or not in a heading."""

@@ -57,7 +57,7 @@ def test_every_number_may_be_a_tensor_but_those_that_are_named() -> None:
 
 @each_row(
     ("word", "page"),
-    [("Checkpoint", "checkpoints"), ("Freeze", "hyperparameters"), ("GPU", "gpus"), ("SLURM", "slurm")],
+    [("Checkpoint", "checkpoints"), ("Freeze", "hyperparameters"), ("GPU", "gpus"), ("SLURM", "launchers")],
 )
 def test_a_word_that_is_searched_for_is_in_the_heading_of_one_page(word: str, page: str) -> None:
     headings = {
