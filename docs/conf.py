@@ -51,9 +51,11 @@ redirects = {
     "per_layer": "hyperparameters.html#hyper-parameters-for-each-layer-and-frozen-layers",
     "remat": "replaying.html#compute-a-part-again",
     "report": "debugging.html#report-a-problem",
+    "schedules": "optimizers.html#schedules",
     "security": "transports.html#security",
     "slurm": "launchers.html#slurm",
     "terms": "api.html#terms",
+    "torch_optimizers": "optimizers.html#torchs-own-optimizers",
     "torchrunx": "coming_from.html#torchrunx",
     "transformers": "compile.html#transformers-and-attention",
     "unstable": "estimates.html#unstable-meta-gradients",
@@ -169,9 +171,9 @@ SYNONYMS = {
     "lora": "peft, adapter, fine-tune, finetune, fine, tune",
     "losses": "fault, crash, sigkill, preemption, oom",
     "one_loop": "ddp, fsdp, zero, data-parallel",
+    "optimizers": "differentiable optimizer, scheduler, warmup, cosine",
     "put": "broadcast, parameter server, shared memory",
     "replaying": "checkpointing, rematerialization, recompute, memory",
-    "torch_optimizers": "differentiable optimizer",
 }
 """What people type into the search → pages that have no such word, or not in a heading."""
 

@@ -23,7 +23,7 @@ def listed(page: str, sentence: str) -> set[str]:
 
 
 def test_torch_s_optimizers_that_can_be_made_differentiable() -> None:
-    page = "torch_optimizers.md"
+    page = "optimizers.md"
     work = listed(page, r"It works for ([\w, ]+), and for subclasses of them")
     refused = listed(page, r"([A-Z][\w, ]+) do not; such a class is refused")
     for name in work | refused:
