@@ -58,6 +58,7 @@ redirects = {
     "torch_optimizers": "optimizers.html#torchs-own-optimizers",
     "torchrunx": "coming_from.html#torchrunx",
     "transformers": "compile.html#transformers-and-attention",
+    "trees": "transformations.html#trees-of-tensors",
     "unstable": "estimates.html#unstable-meta-gradients",
     "visual": "debugging.html#pictures-of-the-graph",
     "zero_order": "estimates.html#zeroth-order-gradients",
@@ -174,6 +175,7 @@ SYNONYMS = {
     "optimizers": "differentiable optimizer, scheduler, warmup, cosine",
     "put": "broadcast, parameter server, shared memory",
     "replaying": "checkpointing, rematerialization, recompute, memory",
+    "transformations": "pytree, optree, jax tree, gradient clipping, ema, swa",
 }
 """What people type into the search → pages that have no such word, or not in a heading."""
 
