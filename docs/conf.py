@@ -37,6 +37,13 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 redirects = {
+    "api/attribution": "inner_loops.html#attribution",
+    "api/errors": "tools.html#errors",
+    "api/modules": "inner_loops.html#module-state",
+    "api/solvers": "inner_loops.html#todistdiffimplicit",
+    "api/transform": "optimizers.html#todisttransform",
+    "api/typing": "tools.html#todisttyping",
+    "api/worlds": "calls.html#the-world",
     "buffers": "messages.html#buffers-and-batchnorm",
     "faq": "how_do_i.html",
     "faults": "losses.html#when-something-dies",
