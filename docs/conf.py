@@ -77,6 +77,7 @@ redirects = {
     "zero_order": "estimates.html#zeroth-order-gradients",
 }
 """Addresses that pages had before they became sections → these sections."""
+redirect_html_template_file = "redirect.html"
 
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"  # what a program prints has none

@@ -76,7 +76,9 @@ def test_what_stands_before_a_colon_is_no_type(what: str, monkeypatch: pytest.Mo
 
 def test_an_old_address_leads_to_a_section_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
-    for old, target in imported("conf", tags=set()).redirects.items():
+    conf = imported("conf", tags=set())
+    assert [page for page in conf.SYNONYMS if not (DOCS / f"{page}.md").exists()] == []
+    for old, target in conf.redirects.items():
         page, _, section = target.partition("#")
         text = (DOCS / old).with_name(page).resolve().with_suffix(".md").read_text("utf-8")
         headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
