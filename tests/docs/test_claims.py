@@ -23,7 +23,7 @@ def listed(page: str, sentence: str) -> set[str]:
 
 
 def test_torch_s_optimizers_that_can_be_made_differentiable() -> None:
-    page = "torch_optimizers.md"
+    page = "optimizers.md"
     work = listed(page, r"It works for ([\w, ]+), and for subclasses of them")
     refused = listed(page, r"([A-Z][\w, ]+) do not; such a class is refused")
     for name in work | refused:
@@ -57,7 +57,7 @@ def test_every_number_may_be_a_tensor_but_those_that_are_named() -> None:
 
 @each_row(
     ("word", "page"),
-    [("Checkpoint", "checkpoints"), ("Freeze", "hyperparameters"), ("GPU", "gpus"), ("SLURM", "slurm")],
+    [("Checkpoint", "checkpoints"), ("Freeze", "hyperparameters"), ("GPU", "gpus"), ("SLURM", "launchers")],
 )
 def test_a_word_that_is_searched_for_is_in_the_heading_of_one_page(word: str, page: str) -> None:
     headings = {

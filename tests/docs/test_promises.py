@@ -92,9 +92,10 @@ ELSEWHERE = {
 
 
 def lines() -> set[str]:
-    """Every name that a table has, but for the kinds of arguments and the classes that ``typing`` repeats."""
-    pages = [page for page in (ROOT / "docs" / "api").glob("*.md") if page.stem != "typing"]
-    cells = re.findall(r"^\| (`[^|]*) \|", "\n".join(page.read_text("utf-8") for page in pages), re.MULTILINE)
+    """Every name that a table has, but for the kinds of arguments, which end a page."""
+    pages = [page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
+    pages = [page.partition("\n## `todist.typing`\n")[0] for page in pages]
+    cells = re.findall(r"^\| (`[^|]*) \|", "\n".join(pages), re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 

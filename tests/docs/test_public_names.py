@@ -75,7 +75,7 @@ def rows() -> dict[str, str]:
     for stem, page in PAGES.items():
         module = ""
         for line in page.splitlines():
-            if line.startswith("#"):
+            if line.startswith("## "):
                 module = (re.findall(r"^## `todist\.([\w.]+)`$", line) or [""])[0]
             elif row := re.fullmatch(r"\| (`.+?`) \| (.+) \|", line):
                 for name in row[1].strip("`").split("`, `"):

@@ -74,6 +74,19 @@ def test_what_stands_before_a_colon_is_no_type(what: str, monkeypatch: pytest.Mo
         assert ":rtype:" not in parsed
 
 
+def test_an_old_address_leads_to_a_section_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    conf = imported("conf", tags=set())
+    assert [page for page in conf.SYNONYMS if not (DOCS / f"{page}.md").exists()] == []
+    for old, target in conf.redirects.items():
+        page, _, section = target.partition("#")
+        text = (DOCS / old).with_name(page).resolve().with_suffix(".md").read_text("utf-8")
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        sections = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert not (DOCS / f"{old}.md").exists(), old
+        assert section in sections | {""}, (old, target)
+
+
 def test_costs_are_drawn_from_tables_that_are_there() -> None:
     pictures = imported("pictures")
     assert "ours" in pictures.table("benchmarks.md", "A MAML step")

@@ -152,7 +152,7 @@ def test_a_process_group_beside_calls_is_nccl_for_tensors_on_gpus() -> None:
 
 
 def test_numbers_of_a_gpu_generator_do_not_depend_on_who_computes() -> None:
-    """In ``randomness.md``: a GPU's generator in a task."""
+    """In ``gradients.md``: a GPU's generator in a task."""
 
     def drawn(index: Tensor) -> Tensor:
         return torch.rand(4, device=DEVICE) + 0 * index.to(DEVICE)

@@ -1,4 +1,4 @@
-"""``docs/api/transform.md``: each link's line, computed by hand."""
+"""``docs/api/optimizers.md``: each link's line, computed by hand."""
 
 from __future__ import annotations
 
