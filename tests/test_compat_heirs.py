@@ -222,6 +222,7 @@ def test_inplace_overwrites_nothing_of_a_state_that_a_vmap_shares() -> None:
     assert not any(bool(x.any()) for x in pytree.flatten(state)[0])
 
 
+@pytest.mark.nightly
 def test_an_environment_in_which_torchopt_is_torchopt_dist(tmp_path: Path) -> None:
     venv.create(tmp_path, with_pip=False, symlinks=True)
     interpreter = tmp_path / "bin" / "python"

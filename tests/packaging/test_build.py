@@ -188,6 +188,7 @@ def test_the_metadata_stand_by_themselves(sdist):
 
 
 @needs_compiler
+@pytest.mark.nightly
 def test_no_ninja_builds_by_distutils(tree, build, probe, tmp_path):
     (tree / "torchopt_dist/_build_note.txt").write_text("stale")
     done = build(PATH=path_with(tmp_path, TOOLS), REQUIRE_EXT="1")

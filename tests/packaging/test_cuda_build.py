@@ -148,6 +148,7 @@ def test_both_libraries_are_built_and_the_kernels_are_right(python, toolkit, tmp
     assert int(re.search(r"(\d+) passed", tested.stdout)[1]) > 50
 
 
+@pytest.mark.nightly
 def test_no_ninja_builds_by_distutils(python, toolkit, tree, tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -159,6 +160,7 @@ def test_no_ninja_builds_by_distutils(python, toolkit, tree, tmp_path):
     assert python.why_not(tree) == LOADED
 
 
+@pytest.mark.nightly
 def test_a_launch_that_fails_raises(python, toolkit, tree):
     assert python.build(tree, CUDA_HOME=str(toolkit), FORCE_CUDA="1").returncode == 0
     code = """
