@@ -1,4 +1,4 @@
-"""All tests → which of them start processes or compile; which files go first, and which run alone, among workers.
+"""All tests → which of them start processes or compile; which files go first among workers.
 
 ``make test`` has two workers of pytest-xdist, which take one file after the other.
 """
@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from tests import nightly, without_rpc
 from tests.limits import Limits
 from tests.processes import World
-from tests.turns import Turns
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -132,23 +131,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place(item.path))
 
 
-TURNS = pytest.StashKey[Turns]()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     nightly.give_named_ones_whole(config)
-    if hasattr(config, "workerinput"):
-        config.stash[TURNS] = Turns(config.workerinput["testrunuid"])
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if TURNS in config.stash:
-        config.stash[TURNS].close()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's time-out
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    if TURNS not in item.config.stash:
-        return (yield)
-    with item.config.stash[TURNS].turn(item.get_closest_marker("alone") is not None):
-        return (yield)
