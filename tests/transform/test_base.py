@@ -7,6 +7,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.optim import FuncOptimizer, Optimizer, adam, sgd
 from torchopt_dist.transform.base import (
@@ -84,7 +85,7 @@ def rebuilt_by_torch(impl):
     return torch_pytree.tree_map(lambda leaf: leaf, [impl])[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "again",
     [
         mapped,

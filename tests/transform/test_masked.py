@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.optim import (
     FuncOptimizer,
@@ -108,7 +109,7 @@ def test_no_mask_is_the_transformation_itself():
     assert masked(inner) is inner
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("inner", "expected"),
     [
         (scale(3.0), 3.0),
@@ -165,10 +166,9 @@ def test_in_optimizer_as_torch_with_two_groups_also_resumed():
     assert_same(resumed.parameters(), twin.parameters())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "constructor",
     [sgd, adam, adamw, adamax, radam, rmsprop, adagrad, adadelta, adan],
-    ids=lambda f: f.__name__,
 )
 def test_a_masked_optimizer_is_one_that_has_only_those_parameters(constructor):
     torch.manual_seed(0)
@@ -280,7 +280,7 @@ def test_bad_arguments_are_refused():
         impl.update(GRADS, state.inner_state, params=PARAMS)
 
 
-@pytest.mark.parametrize("patterns", ["*.weight", ["0.weight", "2.wei*"], ("*.weight", "0.weight")])
+@each_row("patterns", ["*.weight", ["0.weight", "2.wei*"], ("*.weight", "0.weight")])
 def test_a_pattern_of_names_is_the_tree_of_bools(patterns):
     net = make()
     moved = []

@@ -81,7 +81,7 @@ def test_copies_and_pickles(again):
     assert apply(again(nan_to_num(3.0)), torch.tensor(math.nan))[0].item() == 3.0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("args", "message"),
     [
         ((None,), "`nan` must be a number, got NoneType"),
