@@ -187,7 +187,7 @@ def conditions(door: Callable[[Fn], Fn]) -> tuple[Tensor, list[Tensor]]:
     return value, [x]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "make",
     [
         closes_over,

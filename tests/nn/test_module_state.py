@@ -292,7 +292,7 @@ class Holder:
         self.tensor = tensor
 
 
-@pytest.mark.parametrize("by", ["reference", "copy", "deepcopy"])
+@each_row("by", ["reference", "copy", "deepcopy"])
 def test_tensors_in_containers_of_a_module_are_cloned_as_parameters_are(by):
     net = nn.Linear(2, 2)
     scale = torch.tensor(2.0, requires_grad=True)
