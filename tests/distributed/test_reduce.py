@@ -107,7 +107,7 @@ def test_the_mean_has_gradients_by_size():
     assert [t.grad.item() for t in x] == pytest.approx([0.0, 2 * 1 * 2 / 8, 2 * 2 * 5 / 8])
 
 
-@pytest.mark.parametrize("sizes", [None, [2, 1, 3], [2, 2, 2]])
+@each_row("sizes", [None, [2, 1, 3], [2, 2, 2]])
 def test_gradients_to_second_order(sizes):
     def mean(*leaves):
         return todist.mean_reducer([{"a": t.sin(), "b": t**3} for t in leaves], sizes)["a"]
