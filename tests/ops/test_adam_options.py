@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.cases import DTYPES, assert_near, kernels, needs_kernels, threads, wide
+from tests.rows import each_row
 from torchopt_dist.ops._adam import adam
 
 pytestmark = needs_kernels
@@ -242,9 +243,9 @@ def laid_out(x: Tensor, way: str) -> Tensor:
     return torch.cat([x.new_full((1,), math.nan), x.flatten()])[1:].view(x.shape)  # past an offset
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
-@pytest.mark.parametrize("way", ["transposed", "gaps", "offset"])
+@each_row("dtype", DTYPES)
+@each_row("weight_decay", [0.0, 0.2])
+@each_row("way", ["transposed", "gaps", "offset"])
 def test_strides_make_no_difference(way, weight_decay, dtype):
     lists, outer, given = arguments(dtype), flows(dtype), numbers(0.7, weight_decay, True)
     want = [*forward(lists, *given), *backward(outer, lists, *given)]
@@ -317,7 +318,7 @@ def test_nothing_to_do(weight_decay):
     assert [x.shape for x in made] == [x.shape for x in empty] * (4 if weight_decay else 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_row("dtype", DTYPES)
 def test_the_gradient_is_made_in_the_arithmetics_precision(dtype):
     """Neither the decay nor the sum is rounded to the tensors' dtype: these differ by less than float16 tells apart."""
     one, zero = torch.ones(40, dtype=dtype), torch.zeros(40, dtype=dtype)
@@ -373,7 +374,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_row("name", REFUSED)
 def test_refusals_name_the_argument(name):
     changes, weight_decay, of_forward, of_backward = REFUSED[name]
     lists, given = {**arguments(), **changes}, numbers(1.0, weight_decay, False)

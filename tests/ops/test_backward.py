@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.ops.cases import kernels, needs_kernels
 from tests.ops.formulas import adam, adam_gradients, at_least_zero, rmsprop, rmsprop_gradients
+from tests.rows import each_row
 
 pytestmark = needs_kernels
 
@@ -68,8 +69,8 @@ def test_adam_backward_at_the_edges_is_autograd(eps_root):
     assert ((got[0] - expected[0]).abs()[finite] <= (1e-12 * terms + 1e-323)[finite]).all()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("centered", [False, True])
+@each_row("momentum", [0.0, 0.9])
+@each_row("centered", [False, True])
 def test_rmsprop_backward_at_the_edges_is_autograd(centered, momentum):
     du, g, v, *rest = edges(3 + centered)
     keep = ~(v < 0)

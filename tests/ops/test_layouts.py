@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import OPS, case, kernels, needs_kernels
+from tests.rows import each_row
 
 pytestmark = needs_kernels
 SHAPE = (2, 3, 4, 5)
@@ -50,8 +51,8 @@ def arguments(op: str, seed: int, x: Tensor) -> tuple[Any, ...]:
     return (*([x] if tensors else [] for tensors in call.lists.values()), *call.args)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", MAKING)
+@each_row("layout", LAYOUTS)
+@each_row("op", MAKING)
 def test_a_fake_is_laid_out_as_what_is_made(op, layout):
     x = LAYOUTS[layout]()
     wanted, kernel = torch.empty_like(x), getattr(kernels, op)
