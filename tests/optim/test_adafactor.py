@@ -29,8 +29,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("setting", SETTINGS)
+@each_row("dtype", [torch.float32, DOUBLE, torch.bfloat16])
+@each_row("setting", SETTINGS)
 def test_many_steps_are_torchs_by_every_face(setting, dtype):
     options = SETTINGS[setting]
     start = make(dtype)

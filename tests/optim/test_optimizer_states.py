@@ -149,7 +149,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("theirs", "ours", "option"), REFUSED)
+@each_row(("theirs", "ours", "option"), REFUSED)
 def test_what_only_torch_has_is_refused(theirs, ours, option):
     w = leaf()
     given = {} if theirs != ours else {option: True}
@@ -289,7 +289,7 @@ def test_options_may_be_switched_off_and_on(option):
     torch.testing.assert_close(columns[1], columns[0])
 
 
-@pytest.mark.parametrize("option", [{"momentum": 0.5}, {"momentum": 0}, {"max_norm": 1.0}], ids=str)
+@each_row("option", [{"momentum": 0.5}, {"momentum": 0}, {"max_norm": 1.0}])
 def test_an_optimizer_of_a_transformation_refuses_options_of_a_group(option):
     impl, (name, value) = todist.sgd(1.0), *option.items()
     message = f"`{name}` must not be set for a group, as `impl` has its options already, got {value}"
@@ -557,7 +557,7 @@ def test_a_count_that_was_saved_as_a_number_goes_on(name):
     torch.testing.assert_close(*ends, **({"rtol": 0.03, "atol": 0.03} if name == "Muon" else {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.1}], ids=str)
+@each_row("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.1}])
 def test_entries_of_the_users_stay_as_they_are(options):
     ends = []
     for home in (torch.optim, todist):
