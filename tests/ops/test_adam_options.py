@@ -22,9 +22,9 @@ STEPS = [1, 2, 50, 1000]
 B1, B2, EPS, EPS_ROOT, FACTOR = 0.9, 0.99, 1e-3, 1e-2, -0.3
 LISTS = ("grads", "exp_avgs", "exp_avg_sqs", "params")
 FLOWS = ("moved_grads", "exp_avg_grads", "exp_avg_sq_grads")
-options = pytest.mark.parametrize("maximize", [False, True])
-decays = pytest.mark.parametrize("weight_decay", [0.0, 0.2, -0.2])
-kepts = pytest.mark.parametrize("kept", [1.0, 0.7])
+options = each_row("maximize", [False, True])
+decays = each_row("weight_decay", [0.0, 0.2, -0.2])
+kepts = each_row("kept", [1.0, 0.7])
 
 
 def corrections() -> Tensor:
@@ -119,7 +119,7 @@ def test_the_formula_is_the_textbooks(maximize, weight_decay):
     assert_near([list(column) for column in got[:3]], expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_row("dtype", DTYPES)
 @kepts
 @decays
 @options
@@ -141,7 +141,7 @@ def test_forward_is_the_textbooks_formula(maximize, weight_decay, kept, dtype):
         assert all(torch.equal(*pair) for k in (1, 2) for pair in zip(bare[k], got[k], strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_row("dtype", DTYPES)
 @kepts
 @decays
 @options
@@ -189,7 +189,7 @@ def test_backward_is_the_slope_of_the_forward_kernel(maximize, weight_decay, kep
     torch.testing.assert_close(torch.stack(total).sum(), slope, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@each_row("dtype", [torch.float64, torch.float32])
 @kepts
 @decays
 @options
@@ -278,7 +278,7 @@ def test_expanded_tensors_are_read_where_they_are():
     assert all(x.is_contiguous() for x in got)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@each_row("weight_decay", [0.0, 0.2])
 @options
 def test_many_tensors_are_as_each_alone(maximize, weight_decay):
     """Results of over 8 MiB go past the cache, and are shared out; no element's numbers depend on either."""
@@ -304,7 +304,7 @@ def test_many_tensors_are_as_each_alone(maximize, weight_decay):
                 assert all(torch.equal(*pair) for pair in zip(column, values, strict=True))
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@each_row("weight_decay", [0.0, 0.2])
 def test_nothing_to_do(weight_decay):
     given, none = numbers(0.7, weight_decay, True), torch.empty(0, 2, dtype=torch.float64)
     assert kernels.adam([], [], [], [], none, *given) == []
@@ -385,7 +385,7 @@ def test_refusals_name_the_argument(name):
         kernels.adam_backward(*flows().values(), *lists.values(), corrections(), *given)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@each_row("weight_decay", [0.0, 0.2])
 def test_what_torch_is_told_of_them_is_true(weight_decay):
     lists, outer, given = arguments(torch.float32), flows(torch.float32), numbers(0.7, weight_decay, True)
     lists = {name: [laid_out(x, "transposed") for x in xs] for name, xs in lists.items()}
