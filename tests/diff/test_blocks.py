@@ -43,7 +43,7 @@ def agree(loss, net, steps=3, *, blocks="auto", meta=(), more=(), **options):
     return found
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_row("optimizer", OPTIMIZERS)
 def test_gradients_are_those_of_the_loop_by_hand(optimizer):
     problem = Problem("module", optimizer)
     params, _losses = problem.by_hand(ADJOINTS["recorded"])
@@ -287,7 +287,7 @@ def test_a_block_that_hands_on_more_than_what_it_returns_is_named(way, text, tas
             at_once(todist.Replayed(blocks=net.layers))
 
 
-@pytest.mark.parametrize("way", ["to the loss", "to the next block", "not"])
+@each_row("way", ["to the loss", "to the next block", "not"])
 def test_what_a_block_makes_of_meta_tensors_alone_may_go_to_the_loss_and_to_no_other_block(way):
     scale, told = torch.tensor(0.5, dtype=D, requires_grad=True), []
 
@@ -532,7 +532,7 @@ class Skipping(nn.Module):
         }[self.way]()
 
 
-@pytest.mark.parametrize("way", ["beside", "glue", "order", "left out", "none"])
+@each_row("way", ["beside", "glue", "order", "left out", "none"])
 def test_blocks_are_called_as_the_loss_likes(way):
     net = Skipping(way).double()
     x = torch.randn(4, 2, dtype=D)

@@ -150,7 +150,7 @@ def test_a_weak_reference_is_no_way_to_later_parameters():
         todist.inner_loop(loss, todist.sgd(lr=0.3), net, STEPS, adjoint=todist.Recorded())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "net",
     [
         nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 3)),

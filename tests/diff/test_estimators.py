@@ -50,8 +50,8 @@ def test_both_differences_are_their_formula_by_hand_with_every_optimizer(adjoint
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("kind", ["tree", "module"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_row("kind", ["tree", "module"])
+@each_row("optimizer", OPTIMIZERS)
 def test_finite_difference_converges_to_the_gradient_through_the_last_step(optimizer, kind):
     def found(adjoint):
         problem = Problem(kind, optimizer)

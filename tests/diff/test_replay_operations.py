@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
 from tests.diff.replays import agree
+from tests.rows import each_row
 from torchopt_dist.transform.apply_updates import differentiable_step
 
 D = torch.float64
@@ -98,7 +99,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("name", OPTIMIZERS)
 def test_steps_of_known_gradients_are_gone_back_through_by_kernels(name):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Linear(3, 3)).double()
@@ -138,8 +139,8 @@ class _Layers(nn.Module):
         return found + 0.1 * F.linear(F.linear(found, self.first.weight), self.first.weight.t()).tanh()
 
 
-@pytest.mark.parametrize("settings", [{"snapshots": 2}, {"snapshots": "all"}], ids=str)
-@pytest.mark.parametrize("penalty", [False, True])
+@each_row("settings", [{"snapshots": 2}, {"snapshots": "all"}])
+@each_row("penalty", [False, True])
 def test_linear_layers_in_reverse_over_reverse_mode(settings, penalty):
     torch.manual_seed(0)
     net = _Layers().double()

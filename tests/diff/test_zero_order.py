@@ -27,8 +27,8 @@ def gradient(function, *points, **settings):
     return torch.autograd.grad(zero_order(double_noise, **settings)(function)(*points), points)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("sigma", [0.1, 1.0])
+@each_row("method", METHODS)
+@each_row("sigma", [0.1, 1.0])
 def test_unbiased_within_its_own_spread(method, sigma):
     """The gradient of ½ x·x is x, smoothed or not; estimates of 400 batches lie around it as their spread says."""
     torch.manual_seed(0)
