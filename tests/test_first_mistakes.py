@@ -651,9 +651,7 @@ def test_a_loop_that_begins_at_the_minimum_is_not_accused() -> None:
     assert torch.autograd.grad(adapted.params.sum(), scale)[0].item() == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize(
-    "batches", [(torch.ones(4, 2), torch.ones(4, 1)), [torch.ones(4, 2), torch.ones(4, 1)]]
-)
+@each_row("batches", [(torch.ones(4, 2), torch.ones(4, 1)), [torch.ones(4, 2), torch.ones(4, 1)]])
 def test_inputs_and_targets_that_are_taken_for_two_batches(batches: Any) -> None:
     with pytest.raises(ValueError, match="too many values to unpack") as caught:
         todist.inner_loop(pairs, todist.sgd(lr=0.1), NET, batches)
@@ -693,7 +691,7 @@ def test_a_model_that_was_compiled_in_place_is_copied_without_its_program(inside
         torch.testing.assert_close(torch.autograd.grad(found, plain.weight)[0], of_plain)
 
 
-@pytest.mark.parametrize("made_by", ["inner_loop", "MetaSGD"])
+@each_row("made_by", ["inner_loop", "MetaSGD"])
 def test_the_answer_of_the_faq_to_who_copies_an_adapted_module_works(made_by: str) -> None:
     net, x = torch.nn.Linear(2, 1), torch.ones(3, 2)
     if made_by == "inner_loop":

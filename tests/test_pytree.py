@@ -160,7 +160,7 @@ def test_a_scalar_given_as_a_tensor_gets_its_gradient(function, shape):
     assert torch.func.grad(lambda a: function(a, x, y).sum())(alpha.detach()).shape == shape
 
 
-@pytest.mark.parametrize("leaf", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bfloat16)])
+@each_row("leaf", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bfloat16)])
 def test_a_scalar_tensor_does_not_widen_a_leaf_and_promotes_as_in_torch(leaf):
     alpha = torch.tensor(0.5, dtype=torch.float64)
     want = torch.result_type(alpha, leaf)

@@ -262,7 +262,7 @@ def test_batches_of_every_kind_are_split(name: str) -> None:
         close([*run(accumulate=3, adjoint=todist.Replayed())], [*run()])
 
 
-@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
+@each_row("adjoint", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
 def test_inside_of_transforms(adjoint: Any) -> None:
     model, weights, batches = example()
     tree = dict(model.named_parameters())

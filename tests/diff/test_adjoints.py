@@ -31,7 +31,7 @@ def test_gradients_are_those_of_the_loop_by_hand(name, optimizer, kind):
             torch.testing.assert_close(found[what], gradient, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_reptile_is_the_displacement(kind):
     problem = Problem(kind, "adam")
     result = problem.run(todist.Reptile())

@@ -118,7 +118,7 @@ def test_it_has_the_parameters_of_the_step(name, tied):
     torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@each_row("use_reentrant", [False, True])
 def test_only_a_backward_pass_of_the_caller_may_compute_it_again(use_reentrant):
     """The gradient of a step does not see what else the loss returns."""
 

@@ -84,7 +84,7 @@ def test_implicit_and_unrolled_are_one_word_apart():
         torch.testing.assert_close(implicit, unrolled)
 
 
-@pytest.mark.parametrize("solve", [None, linear_solve.solve_inv()])
+@each_row("solve", [None, linear_solve.solve_inv()])
 def test_second_order_of_a_scalar(solve):
     """With x = θ², the second derivative of x³θ = θ⁷ at 3 is 42 · 3⁵ = 10206."""
 
@@ -161,7 +161,7 @@ def pytree_leaves(tree):
     return optree.tree_leaves(tree)
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@each_row("nested", [False, True])
 def test_samples_with_one_solution_in_common_have_gradients_of_their_own(nested):
     """The solver ignores its arguments, so ``vmap`` sees one solution, and not one for each sample."""
     root = custom_root(lambda x, a: x**2 - a, argnums=1)(lambda init, a: init)
@@ -185,7 +185,7 @@ def test_samples_with_one_solution_in_common_have_gradients_of_their_own(nested)
     torch.testing.assert_close(torch.autograd.grad(grad.sum(), a)[0], -weights / 4 / 27)  # a ** -1.5
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@each_row("order", [1, 2])
 def test_an_argument_that_the_equation_does_not_use_has_zeros(order):
     @custom_root(lambda x, a, b: x**2 - a, argnums=(1, 2))
     def solver(x, a, b):
@@ -516,7 +516,7 @@ def test_a_tensor_of_an_equation_that_was_changed_in_place_is_an_error():
         z.sum().backward()
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@each_row("order", [1, 2])
 def test_an_equation_that_torch_must_not_differentiate_is_an_error(order):
     """A backward pass differentiates it for its arguments, which torch's own refusal is not behind."""
 

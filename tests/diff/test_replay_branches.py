@@ -132,7 +132,7 @@ def of_tensors_only(params):
     return TrustState(torch.ones((), dtype=D), torch.zeros_like(params[0].sum(), dtype=torch.int64))
 
 
-@pytest.mark.parametrize("init", [trusting, of_tensors_only])
+@each_row("init", [trusting, of_tensors_only])
 def test_a_number_of_the_state_is_not_taken_for_one_of_a_frozen_parameter(init):
     """Frozen is the first parameter of a list, and the number is the first one of the state."""
     frozen = torch.tensor(0.3, dtype=D)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class _Operations(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("make", [todist.adam, todist.adamw])
+@each_row("make", [todist.adam, todist.adamw])
 def test_a_plain_step_with_a_tensor_for_the_rate_is_one_operation(make):
     lr = torch.tensor(0.1, dtype=D, requires_grad=True)
     p, grad = torch.randn(100, dtype=D), torch.randn(100, dtype=D)
@@ -62,7 +61,7 @@ class _Sum(torch.autograd.Function):
         return other.view_as(other), one.view_as(one)
 
 
-@pytest.mark.parametrize("make", [todist.adam, todist.adamw])
+@each_row("make", [todist.adam, todist.adamw])
 def test_what_a_backward_overwrites_is_its_own(make):
     """Not the gradients that it was given, what a second one needs, or what the first one has found."""
     torch.manual_seed(0)

@@ -126,7 +126,7 @@ def test_batch_norm_and_tied_parameters():
     agree(task, list(net.parameters()), xs)
 
 
-@pytest.mark.parametrize("randomness", ["different", "same"])
+@each_row("randomness", ["different", "same"])
 def test_a_step_that_is_run_again_draws_the_same_numbers(randomness):
     p = torch.randn(5, dtype=D, requires_grad=True)
     xs = torch.randn(3, 5, dtype=D)

@@ -256,7 +256,7 @@ def test_what_cannot_be_reduced_is_told(reducer, results, kind, told):
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("results", [[torch.tensor(1.0)] * 2, [1.0, 2.0]])
+@each_row("results", [[torch.tensor(1.0)] * 2, [1.0, 2.0]])
 def test_what_has_no_dimension_cannot_be_concatenated(results):
     with pytest.raises(ValueError, match="no dimension to concatenate along: use stack_reducer"):
         todist.concatenate_reducer(results)

@@ -256,7 +256,7 @@ def test_second_derivatives_of_steps_of_functions_are_those_of_the_formula(way, 
     torch.testing.assert_close(second(torchs), second(formula), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "batch_norm"])
+@each_row("name", ["layer_norm", "batch_norm"])
 def test_a_warning_says_where_gradients_of_functions_inside_vmap_cannot_be_mended(name):
     tasks = torch.randn(2, 5, 3, dtype=D, generator=torch.Generator().manual_seed(1))
     torchs, formula = FORMULAS[name]

@@ -101,7 +101,7 @@ def test_a_mask_that_is_added_has_a_gradient(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(orders(made, inputs), orders(by_formula(*inputs), inputs))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype) -> None:
     inputs = [random(2, 5, 4, seed=n, dtype=dtype) for n in range(3)]
     made = in_tiles(*inputs)
@@ -147,7 +147,7 @@ def in_tiles_again(*inputs: Tensor) -> Tensor:
     return in_tiles(*inputs, dropout_p=0.5)
 
 
-@pytest.mark.parametrize("named", [{}, {"is_causal": True}])
+@each_row("named", [{}, {"is_causal": True}])
 def test_in_vmap_and_under_torch_func(named: dict[str, bool]) -> None:
     inputs = [random(3, 2, 5, 4, seed=n).detach() for n in range(3)]
 

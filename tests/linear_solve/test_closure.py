@@ -212,7 +212,7 @@ def test_other_backward_passes_go_on_where_a_solve_ends():
     torch.testing.assert_close(torch.autograd.grad(h.exp().sum(), m), before)
 
 
-@pytest.mark.parametrize("before", [False, True])
+@each_row("before", [False, True])
 def test_a_tensor_that_a_product_takes_in_backward_only_is_an_error(before):
     """Also where there was none that requires grad before."""
     m = torch.ones(3, **D, requires_grad=True)

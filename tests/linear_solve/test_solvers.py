@@ -111,7 +111,7 @@ def test_the_third_derivative():
         assert y.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("closes_over", [False, True])
+@each_row("closes_over", [False, True])
 def test_a_solve_under_a_checkpoint(closes_over):
     A, b = spd().requires_grad_(), double(N, seed=1).requires_grad_()
     solve = linear_solve.solve_cg(rtol=1e-13)

@@ -90,7 +90,7 @@ def test_another_device_changes_nothing_on_this_one():
     assert (lists["params"][0] == 1).all()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("corrections", "message"),
     [
         (torch.ones(2).double(), r"adam: `corrections` must have the shape \(1, 2\); got \(2\)"),

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -83,7 +82,7 @@ def test_any_strides_are_taken_as_torch_takes_them():
             assert tensor.stride() == torch.empty_like(x).stride(), (shape, strides)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@each_row("momentum", [0.0, 0.9])
 def test_each_tensor_takes_its_own_layout(momentum):
     """A moved parameter that of the parameter, if it is there, and a new sum that of the sum."""
     kinds = [LAYOUTS["channels last"](), torch.rand(SHAPE), torch.rand(1, 1, 1, 5).expand(SHAPE)]

@@ -84,7 +84,7 @@ def test_a_state_of_another_dtype_is_for_the_formula(name):
     torch.testing.assert_close(ends[1], ends[0])
 
 
-@pytest.mark.parametrize("fused", [False, None])
+@each_row("fused", [False, None])
 def test_sparse_gradients(fused):
     """Torch's SGD takes them, and so does ours; Adam and RMSprop have no formula for them."""
     start = torch.rand(5, 2)

@@ -145,7 +145,7 @@ def test_transformations(options, fused):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[6]], ids=str)
+@each_row("options", [OPTIONS[3], OPTIONS[6]])
 def test_forward_mode(options):
     compute, leaves = flat(options, fused=None)
     leaves = [x.detach() for x in leaves]

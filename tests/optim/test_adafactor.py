@@ -95,7 +95,7 @@ def test_a_schedule_and_parameters_without_gradients():
     torch.testing.assert_close(*ends)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (4,)])
+@each_row("shape", [(3, 2), (4,)])
 def test_derivatives_through_two_steps(shape):
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(*shape, dtype=DOUBLE, generator=generator).requires_grad_()

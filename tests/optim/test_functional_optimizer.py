@@ -33,7 +33,7 @@ def test_steps_are_connected_to_the_first_parameters():
     assert params["w"].tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("by_step", [False, True])
+@each_row("by_step", [False, True])
 def test_in_place_overwrites_and_records_nothing(by_step):
     params, free = start(), start()
     optimizer = FuncOptimizer(sgd(0.25, momentum=0.9), inplace=not by_step)

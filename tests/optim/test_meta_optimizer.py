@@ -117,7 +117,7 @@ def test_two_modules_share_a_step():
     assert len(optimizer.get_states()) == 2
 
 
-@pytest.mark.parametrize("way", ["stop_gradient", "recover"])
+@each_row("way", ["stop_gradient", "recover"])
 def test_the_graph_stays_flat_over_a_thousand_cut_steps(way):
     net = make()
     optimizer = MetaSGD(net, 0.01, momentum=0.9)

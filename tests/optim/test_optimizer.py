@@ -59,7 +59,7 @@ def test_step_leaves_the_gradients_alone(options, maximize):
         assert all(torch.equal(grad, old) for grad, old in zip(held, before, strict=True))
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.3])
+@each_row("dampening", [0.0, 0.3])
 def test_a_parameter_without_gradient_stays_and_keeps_its_momentum(dampening):
     torch.manual_seed(0)
     grads = torch.randn(6, 2, 3)

@@ -190,7 +190,7 @@ def test_what_changes_no_number_is_taken(name):
         assert ours.param_groups[0]["maximize"] is True
 
 
-@pytest.mark.parametrize("event", ["an option makes a state", "a parameter starts anew"])
+@each_row("event", ["an option makes a state", "a parameter starts anew"])
 def test_a_schedule_goes_on_where_a_parameter_lacks_its_state(event):
     a, b = leaf(size=1), leaf(size=1)
     made = todist.SGD if event == "an option makes a state" else todist.Adam
@@ -270,7 +270,7 @@ def test_a_count_is_made_up_where_torch_has_none():
     torch.testing.assert_close(v, w)
 
 
-@pytest.mark.parametrize("option", ["dampening", "momentum"])
+@each_row("option", ["dampening", "momentum"])
 def test_options_may_be_switched_off_and_on(option):
     """A gradient that comes meanwhile is the first one of its parameter if there is a momentum, to torch and here."""
     columns = []

@@ -196,7 +196,7 @@ def test_narrow_dtypes(dtype):
     torch.testing.assert_close(found[1].double(), found[0], rtol=8 * eps, atol=2 * eps)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@each_row("momentum", [0.0, 0.9])
 def test_sparse_gradients(momentum):
     found = []
     for sparse in (True, False):

@@ -198,7 +198,7 @@ def test_a_converted_state_stays_in_the_graph(way):
     assert optimizer.get_states()[0][1].momentum_buffer[0].dtype is torch.float64
 
 
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
+@each_row("cls", [torch.optim.Adam, torch.optim.SGD])
 def test_the_state_of_a_formula_of_torch_follows_its_module(cls):
     net = make()
     optimizer = todist.differentiable(

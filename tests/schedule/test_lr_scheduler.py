@@ -180,7 +180,7 @@ def test_last_epoch_is_torchs():
     assert scheduler.get_last_lr() == [pytest.approx(0.6)]
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@each_row("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_pickle_and_deepcopy(again):
     optimizer = torch.optim.SGD([parameter()], lr=1.0)
     scheduler = ScheduleLR(optimizer, linear_schedule(1.0, 0.0, 4))

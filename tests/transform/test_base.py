@@ -54,7 +54,7 @@ def test_init_and_update_unpack():
     assert update([torch.ones(())], init([torch.ones(())]))[0][0].item() == 2.0
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
+@each_row("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
 def test_pickle_and_deepcopy(again):
     impl = again(chain(trace(0.9, dampening=0.1), scale(-0.1)))
     assert isinstance(impl, ChainedGradientTransformation)

@@ -76,7 +76,7 @@ def test_mixed_and_complex_dtypes_are_as_in_torch(dtypes, order):
         torch.testing.assert_close(one, grad.clone().mul_(factor), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@each_row("bad", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite_clips_as_in_torch_or_is_an_error(bad):
     grads = [torch.tensor([1.0, bad]), torch.tensor([2.0])]
     for one, other in zip(
@@ -209,7 +209,7 @@ def test_many_entries_in_half_precision(dtype, order):
     assert slope.isfinite().all()
 
 
-@pytest.mark.parametrize("order", [2.0, math.inf])
+@each_row("order", [2.0, math.inf])
 def test_a_limit_of_infinity_changes_nothing(order):
     (w,) = draw((3,), requires_grad=True)
     (same,) = apply(clip_grad_norm(math.inf, order), w)
@@ -281,7 +281,7 @@ def test_copies_and_pickles(impl, again):
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("impl", "twin_of"),
     [(scale(-0.1), torch.optim.SGD), (adam(0.1), torch.optim.Adam)],
     ids=["sgd", "adam"],
@@ -375,7 +375,7 @@ def test_clamping_leaves_none_alone():
     assert updates == [None, torch.ones(1)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "error", "message"),
     [
         (-1, ValueError, "`clip_value` must be at least 0, got -1"),

@@ -80,7 +80,7 @@ def test_a_run_that_is_saved_and_loaded_goes_on(name: str) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("decay", [None, 0.7])
+@each_row("decay", [None, 0.7])
 def test_averages_are_those_of_torch(decay: float | None) -> None:
     impl = todist.chain(todist.sgd(lr=0.05, momentum=0.9), average_params(decay))
     net = make(DOUBLE)

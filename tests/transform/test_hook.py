@@ -80,7 +80,7 @@ def test_func_grad_and_vmap():
     assert torch.equal(vmap(grad(loss))(x), 4 * x)
 
 
-@pytest.mark.parametrize("hook", [zero_nan_hook, nan_to_num_hook(0.0, 9.0)])
+@each_row("hook", [zero_nan_hook, nan_to_num_hook(0.0, 9.0)])
 def test_a_meta_gradient_is_repaired(hook):
     """A loss beyond the step whose gradient is NaN in one entry: without the hook, the whole of ``lr`` is lost."""
     lr = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)

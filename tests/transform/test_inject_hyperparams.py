@@ -81,7 +81,7 @@ def test_what_is_static_is_passed_on():
     assert impl.init(W).hyperparams.keys() == {"lr"}
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@each_row("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_it_is_copied_and_resumed_with_its_state(again):
     impl = inject_hyperparams(todist.adam)(lr=falling)
     _, state = run(impl, 2)

@@ -83,7 +83,7 @@ def through_file(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("mask", [{"w": True, "b": False}, matrices], ids=["tree", "function"])
+@each_row("mask", [{"w": True, "b": False}, matrices], ids=["tree", "function"])
 def test_leaves_that_are_not_chosen_pass_through_and_have_no_state(mask):
     impl = masked(trace(0.5), mask)
     state = impl.init(PARAMS)
@@ -96,7 +96,7 @@ def test_leaves_that_are_not_chosen_pass_through_and_have_no_state(mask):
     assert state.inner_state.momentum_buffer["b"] is None
 
 
-@pytest.mark.parametrize("choice", [True, False])
+@each_row("choice", [True, False])
 def test_one_answer_for_all(choice):
     impl = masked(sgd(0.5, momentum=0.9, weight_decay=0.1), {"w": choice, "b": choice})
     updates, _ = impl.update(GRADS, impl.init(PARAMS), params=PARAMS)
@@ -254,7 +254,7 @@ def test_compiles_into_one_graph():
     assert torch.equal(updates["w"], GRADS["w"])
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
+@each_row("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
 def test_copies_and_pickles(again):
     impl = again(masked(scale(3.0), matrices))
     updates, _ = impl.update(GRADS, impl.init(PARAMS), params=PARAMS)

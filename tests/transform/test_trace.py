@@ -29,7 +29,7 @@ def test_dampening_begins_at_the_second_gradient_of_each_leaf():
     assert out[1][0].item() == 1.25
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.25])
+@each_row("dampening", [0.0, 0.25])
 def test_none_skips_a_leaf_and_keeps_its_momentum(dampening):
     impl = trace(0.5, dampening)
     grads = {"a": torch.tensor(2.0), "b": torch.tensor(2.0)}
@@ -57,7 +57,7 @@ def test_update_is_pure_where_a_graph_is_recorded_or_not_in_place():
     assert torch.equal(state.momentum_buffer[0], torch.ones(2))
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@each_row("nesterov", [False, True])
 def test_in_place_overwrites_the_state_and_never_the_gradient(nesterov):
     impl = trace(0.5, nesterov=nesterov)
     buffer, grad = torch.ones(2), torch.ones(2)

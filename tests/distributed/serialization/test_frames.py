@@ -31,7 +31,7 @@ def test_a_frame_is_joined_where_a_tensor_would_begin(size):
         assert memory.flags.writeable
 
 
-@pytest.mark.parametrize("kind", [bytes, lambda frame: memoryview(bytearray(frame))], ids=["bytes", "memory"])
+@each_row("kind", [bytes, lambda frame: memoryview(bytearray(frame))], ids=["bytes", "memory"])
 def test_frames_of_all_sizes_follow_one_another(kind):
     sent = [kind(bytes([number] * size)) for number, size in enumerate([*SIZES, *reversed(SIZES)])]
     assert [*map(bytes, frames.joined(frames.in_pieces(sent)))] == [*map(bytes, sent)]

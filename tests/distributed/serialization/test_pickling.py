@@ -174,7 +174,7 @@ def test_long_bytes_arrive_as_they_were_packed_and_stay_one_object(kind):
     assert letter == "a"
 
 
-@pytest.mark.parametrize("op", [torch.ops.aten.relu, torch.ops.aten.slice.Tensor], ids=str)
+@each_row("op", [torch.ops.aten.relu, torch.ops.aten.slice.Tensor])
 def test_what_is_under_torch_ops_travels_by_its_name(op):
     assert travel([op])[0] == [op]
     names = {"op": op}
