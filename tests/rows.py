@@ -16,17 +16,20 @@ from _pytest.mark.structures import ParameterSet
 
 
 def each_row(
-    names: str | tuple[str, ...], rows: Iterable[Any]
+    names: str | tuple[str, ...], rows: Iterable[Any], ids: Iterable[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Call a test with each row, in this order; above another ``each_row``, with each row of both.
 
     Args:
         names: of arguments, as for ``parametrize``.
         rows: a value for one name, or a tuple for several; a ``pytest.param`` may have an id, but no marks.
+        ids: the rows' names, where their values would tell little.
     """
     keys = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
     table = [_values(row, len(keys)) for row in rows]
     assert table, f"no rows for {names}"
+    if ids is not None:
+        table = [(values, name) for (values, _), name in zip(table, ids, strict=True)]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(test)

@@ -182,7 +182,7 @@ LINKS_WITH_STATE = {
 }
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "dtype"),
     [
         (name, dtype)

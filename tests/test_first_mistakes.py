@@ -457,7 +457,7 @@ def test_without_a_group_the_error_knows_both_launchers() -> None:
         todist.parallelize()(first)(torch.ones(2))
 
 
-@pytest.mark.parametrize("function", [todist.parallelize, todist.parallelize_async, todist.remote_sync_call])
+@each_row("function", [todist.parallelize, todist.parallelize_async, todist.remote_sync_call])
 def test_help_lists_every_option(function: Callable[..., Any]) -> None:
     text = inspect.getdoc(function) or ""
     for option in ("partitioner", "reducer", "timeout", *CallKwargs.__annotations__):
@@ -482,7 +482,7 @@ def test_rates_that_are_not_called_are_told() -> None:
         todist.inner_loop(lambda net: net(torch.ones(2)).sum(), todist.sgd(lr=rates), NET, 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("numbers", "text"),
     [
         (1.0, 'numbers must be a dictionary from names to numbers, got float 1.0: write `write(step, {"loss'),
@@ -518,9 +518,7 @@ def test_running_statistics_that_stay_in_the_module_of_an_inner_loop_are_told() 
     main()
 
 
-@pytest.mark.parametrize(
-    "adjoint", [todist.SAMA(), todist.FiniteDifference(), todist.EvolutionStrategies(2, 0.1)]
-)
+@each_row("adjoint", [todist.SAMA(), todist.FiniteDifference(), todist.EvolutionStrategies(2, 0.1)])
 def test_a_second_derivative_of_an_estimate_is_refused_where_one_asks_for_it_alone(adjoint: Any) -> None:
     w, p = (torch.tensor([value], requires_grad=True) for value in (1.0, 2.0))
     adapted = todist.inner_loop(
@@ -540,7 +538,7 @@ ESTIMATES = [
 ]
 
 
-@pytest.mark.parametrize("adjoint", ESTIMATES, ids=lambda adjoint: type(adjoint).__name__)
+@each_row("adjoint", ESTIMATES)
 def test_a_loop_without_meta_whose_adjoint_gives_the_first_parameters_no_gradient_is_told(
     adjoint: Any,
 ) -> None:
@@ -563,11 +561,10 @@ def test_a_loop_without_meta_whose_adjoint_gives_the_first_parameters_no_gradien
         adapted()
 
 
-@pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize(
+@each_row("graph", [False, True])
+@each_row(
     "adjoint",
     [todist.Recorded(), todist.Replayed(), *ESTIMATES],
-    ids=lambda adjoint: type(adjoint).__name__,
 )
 def test_a_tensor_of_meta_that_the_loss_does_not_use_gets_no_gradient(adjoint: Any, graph: bool) -> None:
     w, used, unused = (torch.tensor([value], requires_grad=True) for value in (1.0, 3.0, 5.0))
@@ -607,8 +604,8 @@ def test_imaml_without_its_proximity_term_is_told_once_for_each_parameter() -> N
     assert outer(1.0).abs().sum() > 0
 
 
-@pytest.mark.parametrize("vectorized", [False, True])
-@pytest.mark.parametrize("graph", [False, True])
+@each_row("vectorized", [False, True])
+@each_row("graph", [False, True])
 def test_implicit_far_from_a_minimum_is_told(vectorized: bool, graph: bool) -> None:
     x = torch.randn(3, 10, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weights = torch.ones(10, dtype=torch.float64, requires_grad=True)
@@ -654,9 +651,7 @@ def test_a_loop_that_begins_at_the_minimum_is_not_accused() -> None:
     assert torch.autograd.grad(adapted.params.sum(), scale)[0].item() == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize(
-    "batches", [(torch.ones(4, 2), torch.ones(4, 1)), [torch.ones(4, 2), torch.ones(4, 1)]]
-)
+@each_row("batches", [(torch.ones(4, 2), torch.ones(4, 1)), [torch.ones(4, 2), torch.ones(4, 1)]])
 def test_inputs_and_targets_that_are_taken_for_two_batches(batches: Any) -> None:
     with pytest.raises(ValueError, match="too many values to unpack") as caught:
         todist.inner_loop(pairs, todist.sgd(lr=0.1), NET, batches)
@@ -696,7 +691,7 @@ def test_a_model_that_was_compiled_in_place_is_copied_without_its_program(inside
         torch.testing.assert_close(torch.autograd.grad(found, plain.weight)[0], of_plain)
 
 
-@pytest.mark.parametrize("made_by", ["inner_loop", "MetaSGD"])
+@each_row("made_by", ["inner_loop", "MetaSGD"])
 def test_the_answer_of_the_faq_to_who_copies_an_adapted_module_works(made_by: str) -> None:
     net, x = torch.nn.Linear(2, 1), torch.ones(3, 2)
     if made_by == "inner_loop":

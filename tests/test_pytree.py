@@ -160,7 +160,7 @@ def test_a_scalar_given_as_a_tensor_gets_its_gradient(function, shape):
     assert torch.func.grad(lambda a: function(a, x, y).sum())(alpha.detach()).shape == shape
 
 
-@pytest.mark.parametrize("leaf", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bfloat16)])
+@each_row("leaf", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bfloat16)])
 def test_a_scalar_tensor_does_not_widen_a_leaf_and_promotes_as_in_torch(leaf):
     alpha = torch.tensor(0.5, dtype=torch.float64)
     want = torch.result_type(alpha, leaf)
@@ -168,9 +168,7 @@ def test_a_scalar_tensor_does_not_widen_a_leaf_and_promotes_as_in_torch(leaf):
     assert pytree.tree_scalar_mul(0.5, [leaf])[0].tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"), [("2", TypeError), (None, TypeError), (torch.ones(2), ValueError)]
-)
+@each_row(("wrong", "error"), [("2", TypeError), (None, TypeError), (torch.ones(2), ValueError)])
 def test_a_wrong_scalar_is_refused_by_name(wrong, error):
     with pytest.raises(error, match=r"`scalar` .*must (be a number|have one element).*, got"):
         pytree.tree_scalar_mul(wrong, [1])
@@ -201,7 +199,7 @@ def test_a_tree_of_another_structure_is_refused_by_name(other):
             function(x, other)
 
 
-@pytest.mark.parametrize("function", [pytree.tree_add, pytree.tree_mul, pytree.tree_matmul])
+@each_row("function", [pytree.tree_add, pytree.tree_mul, pytree.tree_matmul])
 def test_no_tree_at_all_is_refused(function):
     with pytest.raises(TypeError, match="`trees` must be one tree or more, got none"):
         function()

@@ -26,6 +26,16 @@ def test_every_row_runs_and_each_that_fails_is_named() -> None:
     assert told.value.exceptions[1].exceptions[0].__notes__ == ["the row is the last one"]
 
 
+def test_rows_may_be_named_beside_them() -> None:
+    @each_row("a", [len, abs], ids={"the length": 1, "the size": 2})
+    def check(a: object) -> None:
+        assert a is len
+
+    with pytest.raises(BaseExceptionGroup) as told:
+        check()
+    assert told.value.exceptions[0].__notes__ == ["the row is the size"]
+
+
 def test_a_row_that_is_skipped_is_no_cover() -> None:
     @each_row("a", [1, 2])
     def check(a: int) -> None:

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from tests.core.cubes import Cube
+from tests.rows import each_row
 from torchopt_dist.core.remat import apply
 
 Fn = Callable[..., Any]
@@ -87,7 +88,7 @@ WAYS: dict[str, Fn] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_row("way", WAYS)
 def test_derivatives_are_those_of_the_function(way: str) -> None:
     torch.testing.assert_close(WAYS[way](again, *points()), WAYS[way](pair, *points()))
 

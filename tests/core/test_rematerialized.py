@@ -187,7 +187,7 @@ def conditions(door: Callable[[Fn], Fn]) -> tuple[Tensor, list[Tensor]]:
     return value, [x]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "make",
     [
         closes_over,
@@ -265,7 +265,7 @@ def test_buffers_are_changed_once_and_are_found_as_they_were() -> None:
     equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_row("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_as_at_the_call(dtype: torch.dtype) -> None:
     net, x = nn.Linear(4, 4), torch.randn(3, 4)
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import torchopt_dist as todist
 from tests.core.cubes import Cube, CubeOfOperations
 from tests.diff.adjoint_table import ALL
+from tests.rows import each_row
 from torchopt_dist.core.second_order import guarded, refuse_left_out
 
 D = {"dtype": torch.float64}
@@ -91,10 +92,10 @@ def leaves() -> tuple[Tensor, Tensor]:
     )
 
 
-@pytest.mark.parametrize("wanted", ["all", "x", "w"])
-@pytest.mark.parametrize("function", [Cube, CubeForTransforms])
-@pytest.mark.parametrize("name", LAST)
-@pytest.mark.parametrize("way", ["recorded", "replayed", "replayed from snapshots", "truncated", "MetaSGD"])
+@each_row("wanted", ["all", "x", "w"])
+@each_row("function", [Cube, CubeForTransforms])
+@each_row("name", LAST)
+@each_row("way", ["recorded", "replayed", "replayed from snapshots", "truncated", "MetaSGD"])
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_function_that_is_differentiable_once_is_refused(way, name, function, wanted):
     """Torch itself raises at most where the gradient of all leaves is asked for."""
@@ -108,8 +109,8 @@ def test_a_function_that_is_differentiable_once_is_refused(way, name, function, 
         value.backward() if wanted == "all" else torch.autograd.grad(value, x if wanted == "x" else w)
 
 
-@pytest.mark.parametrize("name", LAST)
-@pytest.mark.parametrize("order", [1, 2])
+@each_row("name", LAST)
+@each_row("order", [1, 2])
 def test_an_implicit_gradient_is_refused(name, order):
     x, w = leaves()
     value = by_loop(LAST[name](Cube.apply), todist.Implicit(not_converged="ignore"))(x, w)
@@ -119,8 +120,8 @@ def test_an_implicit_gradient_is_refused(name, order):
         torch.autograd.grad(value, w, create_graph=order == 2)
 
 
-@pytest.mark.parametrize("name", LAST)
-@pytest.mark.parametrize("way", ["recorded", "replayed from snapshots", "implicit"])
+@each_row("name", LAST)
+@each_row("way", ["recorded", "replayed from snapshots", "implicit"])
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_function_of_operations_is_not(way, name):
     adjoint = (
@@ -136,8 +137,8 @@ def test_a_function_of_operations_is_not(way, name):
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("name", LAST)
-@pytest.mark.parametrize("way", FIRST_ORDER)
+@each_row("name", LAST)
+@each_row("way", FIRST_ORDER)
 @pytest.mark.filterwarnings("ignore:nothing gets a gradient", "ignore:`FirstOrder", "ignore:`Reptile")
 def test_what_takes_no_second_derivative_is_as_with_operations(way, name):
     found = []
@@ -150,9 +151,9 @@ def test_what_takes_no_second_derivative_is_as_with_operations(way, name):
     assert any(one is not None for one in found[0])
 
 
-@pytest.mark.parametrize("wanted", ["all", "w"])
-@pytest.mark.parametrize("name", LAST)
-@pytest.mark.parametrize("way", ["recorded", "replayed from snapshots", "MetaSGD"])
+@each_row("wanted", ["all", "w"])
+@each_row("name", LAST)
+@each_row("way", ["recorded", "replayed from snapshots", "MetaSGD"])
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_in_vmap_too(way, name, wanted):
     loss = LAST[name](CubeForTransforms.apply)
@@ -208,7 +209,7 @@ def test_a_graph_from_elsewhere_is_looked_through():
         refuse_left_out([value])
 
 
-@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed(), todist.Truncated(2)], ids=repr)
+@each_row("adjoint", [todist.Recorded(), todist.Replayed(), todist.Truncated(2)])
 def test_a_loss_with_such_a_gradient_in_it_is_refused(adjoint):
     """Where torch leaves a part of the gradient of an inner step out, and says nothing."""
     x, w = leaves()
@@ -277,8 +278,8 @@ def numbers() -> Tensor:
     return (3 * torch.linspace(-1, 2, 9, **D).reshape(3, 3).sin()).requires_grad_()
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("way", ["recorded", "replayed from snapshots", "MetaSGD"])
+@each_row("name", OPERATIONS)
+@each_row("way", ["recorded", "replayed from snapshots", "MetaSGD"])
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_an_operation_without_a_second_derivative_says_what_to_write(way, name):
     operation, instead = OPERATIONS[name]

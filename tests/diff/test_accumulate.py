@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ADJOINTS, ESTIMATORS, Problem
+from tests.rows import each_row
 
 DOUBLE: Any = {"dtype": torch.float64}
 ROWS = {name: row.adjoint for name, row in ADJOINTS.items()} | ESTIMATORS
@@ -116,11 +117,11 @@ def twice(value: Tensor, weights: Tensor) -> list[Tensor]:
 
 
 EXACT = {"recorded": todist.Recorded(), "replayed": todist.Replayed(), "truncated": todist.Truncated(3)}
-exact = pytest.mark.parametrize("adjoint", EXACT.values(), ids=[*EXACT])
+exact = each_row("adjoint", EXACT.values(), ids=[*EXACT])
 
 
 @exact
-@pytest.mark.parametrize("count", [1, 3])
+@each_row("count", [1, 3])
 def test_a_pair_of_sum_and_count_is_a_mean_over_all_that_counts(adjoint: Any, count: int) -> None:
     model, weights, batches = example()
     mask = torch.tensor([1, 0, 1, 1, 0, 0, 1], **DOUBLE)
@@ -192,7 +193,7 @@ def test_each_part_has_random_numbers_of_its_own_the_same_forwards_and_backwards
 
 
 @exact
-@pytest.mark.parametrize("count", [2, 4])
+@each_row("count", [2, 4])
 def test_the_graph_of_one_part_is_there_at_a_time(adjoint: Any, count: int) -> None:
     model, weights, batches = example()
     made: list[weakref.ref[Tensor]] = []
@@ -231,7 +232,7 @@ FEEDS: dict[str, Callable[[Tensor, list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FEEDS)
+@each_row("name", FEEDS)
 def test_batches_of_every_kind_are_split(name: str) -> None:
     model, weights, batches = example()
 
@@ -261,7 +262,7 @@ def test_batches_of_every_kind_are_split(name: str) -> None:
         close([*run(accumulate=3, adjoint=todist.Replayed())], [*run()])
 
 
-@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
+@each_row("adjoint", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
 def test_inside_of_transforms(adjoint: Any) -> None:
     model, weights, batches = example()
     tree = dict(model.named_parameters())
@@ -297,8 +298,8 @@ def test_inside_of_transforms(adjoint: Any) -> None:
         close([*derivative], [*whole])
 
 
-@pytest.mark.parametrize("within", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
-@pytest.mark.parametrize("around", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
+@each_row("within", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
+@each_row("around", [todist.Recorded(), todist.Replayed()], ids=["recorded", "replayed"])
 def test_inside_of_another_loop(within: Any, around: Any) -> None:
     model, weights, batches = example()
     rate = torch.tensor(0.1, **DOUBLE, requires_grad=True)
@@ -367,7 +368,7 @@ def refused(**options: Any) -> Any:
     return todist.inner_loop(given.pop("loss"), todist.sgd(lr=0.1), model, given.pop("batches"), **given)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "error", "text"),
     [
         ({"accumulate": 0}, ValueError, "at least 1 micro-batch, got 0"),

@@ -14,9 +14,9 @@ from tests.rows import each_row
 KINDS = ["tree", "module"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ADJOINTS)
+@each_row("kind", KINDS)
+@each_row("optimizer", OPTIMIZERS)
+@each_row("name", ADJOINTS)
 def test_gradients_are_those_of_the_loop_by_hand(name, optimizer, kind):
     problem, row = Problem(kind, optimizer), ADJOINTS[name]
     params, losses = problem.by_hand(row)
@@ -31,7 +31,7 @@ def test_gradients_are_those_of_the_loop_by_hand(name, optimizer, kind):
             torch.testing.assert_close(found[what], gradient, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_reptile_is_the_displacement(kind):
     problem = Problem(kind, "adam")
     result = problem.run(todist.Reptile())
@@ -82,7 +82,7 @@ def test_a_module_is_left_as_it_is_and_buffers_go_from_step_to_step():
     assert result.params[1].num_batches_tracked == 3
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_row("name", ALL)
 @pytest.mark.filterwarnings("ignore:nothing gets a gradient")
 def test_frozen_and_tied_parameters(name):
     adjoint = ALL[name]
@@ -122,7 +122,7 @@ def test_the_first_parameters_may_be_in_the_loss_in_another_role():
         torch.testing.assert_close(torch.autograd.grad(moved, first)[0].item(), expected)
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_row("name", ALL)
 @pytest.mark.filterwarnings("ignore:.Implicit.* gives no gradient")  # to the rate
 def test_a_predicate_ends_the_loop(name):
     adjoint = ALL[name]
@@ -313,7 +313,7 @@ def test_batches_that_end_early():
         _run(batches=_EndsEarly())
 
 
-@pytest.mark.parametrize("name", ["recorded", "truncated", "first order", "reptile", *ESTIMATORS])
+@each_row("name", ["recorded", "truncated", "first order", "reptile", *ESTIMATORS])
 @pytest.mark.filterwarnings("ignore:.Implicit.* gives no gradient")  # to the rate
 def test_tasks_in_vmap_have_the_gradients_of_tasks_in_a_loop(name):
     damped = todist.linear_solve.solve_cg(ridge=5.0, rtol=1e-13)  # the network is not convex
@@ -497,14 +497,13 @@ def test_a_loss_whose_gradient_torch_has_no_memory_for(name, optimizer):
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "adjoint",
     [
         todist.Recorded(),
         todist.Replayed(),
         todist.FirstOrder(),
     ],
-    ids=str,
 )
 def test_a_table_with_sparse_gradients_has_those_of_a_dense_one(adjoint):
     torch.manual_seed(0)

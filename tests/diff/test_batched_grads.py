@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.diff.test_accumulate import ROWS, Numbered, example, outer, weighted
+from tests.rows import each_row
 from torchopt_dist.core.rows import in_rows, of_rows, rows_of
 
 DOUBLE: Any = {"dtype": torch.float64}
@@ -45,8 +46,8 @@ def test_every_adjoint_answers_many_questions_at_once(name: str, count: int | No
     compare(values, list(problem.tensors().values()))
 
 
-@pytest.mark.parametrize("count", [None, 2])
-@pytest.mark.parametrize("adjoint", [todist.Replayed(), todist.Replayed(snapshots=2)], ids=["all", "two"])
+@each_row("count", [None, 2])
+@each_row("adjoint", [todist.Replayed(), todist.Replayed(snapshots=2)], ids=["all", "two"])
 def test_steps_that_run_again_may_draw_random_numbers(adjoint: Any, count: int | None) -> None:
     model, weights, batches = example(nn.Dropout(0.5))
     made = todist.inner_loop(

@@ -43,7 +43,7 @@ def agree(loss, net, steps=3, *, blocks="auto", meta=(), more=(), **options):
     return found
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_row("optimizer", OPTIMIZERS)
 def test_gradients_are_those_of_the_loop_by_hand(optimizer):
     problem = Problem("module", optimizer)
     params, _losses = problem.by_hand(ADJOINTS["recorded"])
@@ -97,7 +97,7 @@ class Net(nn.Module):
         return self.head(x * pair[0])
 
 
-@pytest.mark.parametrize("calls", [1, 2])
+@each_row("calls", [1, 2])
 def test_dropout_buffers_tied_and_frozen_parameters_and_whatever_a_block_takes_and_returns(calls):
     torch.manual_seed(0)
     net = Net().double()
@@ -123,7 +123,7 @@ def test_dropout_buffers_tied_and_frozen_parameters_and_whatever_a_block_takes_a
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("randomness", ["different", "same"])
+@each_row("randomness", ["different", "same"])
 def test_tasks_at_once_with_all_that_is_hard_to_call_again(randomness):
     torch.manual_seed(0)
     net = Net().double()
@@ -154,7 +154,7 @@ def test_tasks_at_once_with_all_that_is_hard_to_call_again(randomness):
         assert one.any()
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@each_row("masked", [False, True])
 def test_an_encoder_in_evaluation(masked):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, 0.5, batch_first=True)
@@ -191,7 +191,7 @@ class Modulated(nn.Module):
         return x + torch.tanh(self.linear(x)) * self.code
 
 
-@pytest.mark.parametrize("when", [0, 2])
+@each_row("when", [0, 2])
 def test_a_block_that_holds_a_tensor_with_a_history_is_named(when):
     net = Stack().double()
     x = torch.randn(4, 3, dtype=D)
@@ -287,7 +287,7 @@ def test_a_block_that_hands_on_more_than_what_it_returns_is_named(way, text, tas
             at_once(todist.Replayed(blocks=net.layers))
 
 
-@pytest.mark.parametrize("way", ["to the loss", "to the next block", "not"])
+@each_row("way", ["to the loss", "to the next block", "not"])
 def test_what_a_block_makes_of_meta_tensors_alone_may_go_to_the_loss_and_to_no_other_block(way):
     scale, told = torch.tensor(0.5, dtype=D, requires_grad=True), []
 
@@ -451,7 +451,7 @@ def test_a_block_without_forward_mode_is_recorded_with_its_step():
     agree(lambda net: net(x).square().mean(), net, blocks=net)
 
 
-@pytest.mark.parametrize("samples", [1, 4])
+@each_row("samples", [1, 4])
 def test_memory_grows_with_the_blocks_by_their_boundaries(samples):
     torch.manual_seed(0)
     xs = torch.randn(samples, 500, 8)
@@ -532,7 +532,7 @@ class Skipping(nn.Module):
         }[self.way]()
 
 
-@pytest.mark.parametrize("way", ["beside", "glue", "order", "left out", "none"])
+@each_row("way", ["beside", "glue", "order", "left out", "none"])
 def test_blocks_are_called_as_the_loss_likes(way):
     net = Skipping(way).double()
     x = torch.randn(4, 2, dtype=D)

@@ -120,8 +120,8 @@ def derivatives(text: str, adjoint: Any, late: bool, order: int = 1) -> list[Ten
     return found
 
 
-@pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("name", AGAIN)
+@each_row("text", PROGRAMS.values(), ids=PROGRAMS)
+@each_row("name", AGAIN)
 def test_a_backward_at_the_end_is_that_after_each_task(name, text):
     adjoint = ALL[name]
     late = derivatives(text, adjoint, True)
@@ -131,8 +131,8 @@ def test_a_backward_at_the_end_is_that_after_each_task(name, text):
         torch.testing.assert_close(late, derivatives(text, todist.Recorded(), False))
 
 
-@pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("name", ["replayed", "replayed from snapshots", "implicit"])
+@each_row("text", PROGRAMS.values(), ids=PROGRAMS)
+@each_row("name", ["replayed", "replayed from snapshots", "implicit"])
 def test_second_derivatives(name, text):
     late = derivatives(text, ALL[name], True, 2)
     same = todist.Recorded() if name in EXACT else ALL[name]

@@ -118,7 +118,7 @@ def test_it_has_the_parameters_of_the_step(name, tied):
     torch.testing.assert_close(found(True), found(False), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@each_row("use_reentrant", [False, True])
 def test_only_a_backward_pass_of_the_caller_may_compute_it_again(use_reentrant):
     """The gradient of a step does not see what else the loss returns."""
 
@@ -150,7 +150,7 @@ def test_a_weak_reference_is_no_way_to_later_parameters():
         todist.inner_loop(loss, todist.sgd(lr=0.3), net, STEPS, adjoint=todist.Recorded())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "net",
     [
         nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 3)),

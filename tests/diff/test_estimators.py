@@ -50,8 +50,8 @@ def test_both_differences_are_their_formula_by_hand_with_every_optimizer(adjoint
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("kind", ["tree", "module"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_row("kind", ["tree", "module"])
+@each_row("optimizer", OPTIMIZERS)
 def test_finite_difference_converges_to_the_gradient_through_the_last_step(optimizer, kind):
     def found(adjoint):
         problem = Problem(kind, optimizer)
@@ -91,7 +91,7 @@ def test_sama_of_a_quadratic_in_closed_form():
         torch.testing.assert_close(found, 0.1 * matrix @ outer, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("name", FINITE)
+@each_row("name", FINITE)
 def test_differences_take_random_numbers_buffers_and_the_last_batch(name):
     """With ``w`` and ``v`` as in closed form, what is differentiated must be the last step's loss and none other."""
     scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
@@ -181,7 +181,7 @@ def estimates(adjoint: Any, outer: Any, count: int) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "adjoint",
     [
         todist.EvolutionStrategies(samples=1, sigma=0.5),
@@ -253,7 +253,7 @@ def test_the_formulas_of_evolution_strategies(monkeypatch, unroll):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", FINITE)
+@each_row("name", FINITE)
 def test_differences_of_complex_parameters(name):
     """The mixed derivative is constant, so that a difference is exact, and the same at both ends of a step."""
     generator = torch.Generator().manual_seed(2)

@@ -21,7 +21,7 @@ from torchopt_dist import pytree
 from torchopt_dist.distributed.partition import TensorDimensionPartitioner
 
 
-@pytest.mark.parametrize("name", FINITE)
+@each_row("name", FINITE)
 def test_after_a_difference_a_parameter_that_the_last_loss_did_not_use_is_trained_on(name):
     params = {key: torch.ones(2, requires_grad=True) for key in ("a", "b")}
     weight = torch.tensor(1.0, requires_grad=True)
@@ -46,7 +46,7 @@ def test_the_first_parameters_of_a_step_by_a_difference_may_be_overwritten():
     torch.testing.assert_close(torch.autograd.grad(adapted.sum(), x)[0].item(), -0.72, rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("name", FINITE)
+@each_row("name", FINITE)
 def test_a_single_step_takes_the_values_of_what_it_starts_from_and_leaves_them(name):
     problem, optimizer = Regression(), todist.sgd(lr=0.1, momentum=0.9)
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
@@ -63,7 +63,7 @@ def test_a_single_step_takes_the_values_of_what_it_starts_from_and_leaves_them(n
     torch.testing.assert_close([problem.first, *pytree.flatten(state)[0]], values)
 
 
-@pytest.mark.parametrize("name", [*FINITE, "implicit"])
+@each_row("name", [*FINITE, "implicit"])
 def test_an_estimate_in_the_loss_of_another_one(name):
     """A leaf is declared as it is, and a result of others is exchanged for another tensor: also in the inner loop."""
     leaf = torch.tensor([0.5, 1.5], dtype=torch.float64, requires_grad=True)
@@ -126,7 +126,7 @@ def test_a_loss_may_make_leaves_of_its_own(name):
     assert torch.autograd.grad(adapted.sum(), scale)[0].shape == ()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@each_row("name", ESTIMATORS)
 def test_in_nested_vmap_each_task_has_its_own_gradient_and_nothing_is_lost(name):
     problem = Regression()
     scales = (0.5 + torch.rand(3, 2, dtype=torch.float64)).requires_grad_()
@@ -176,7 +176,7 @@ def test_in_nested_vmap_each_task_has_its_own_gradient_and_nothing_is_lost(name)
             torch.vmap(spread)(firsts, scales[0])
 
 
-@pytest.mark.parametrize("name", ["implicit", *SAMPLED])
+@each_row("name", ["implicit", *SAMPLED])
 def test_in_vmap_tasks_whose_parameters_stay_have_gradients_of_their_own(name):
     """No step of the first loop moves the parameters, so they are the same for all tasks."""
     problem = Regression()
@@ -203,7 +203,7 @@ def test_in_vmap_tasks_whose_parameters_stay_have_gradients_of_their_own(name):
     assert found[1][1].any() == (name == "implicit")
 
 
-@pytest.mark.parametrize("name", FINITE)
+@each_row("name", FINITE)
 def test_differences_in_vmap_draw_what_the_step_of_the_task_has_drawn(name):
     scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     xs = torch.rand(3, 4, dtype=torch.float64)
@@ -326,7 +326,7 @@ def of_half(adjoint: Any, loop: bool, backward: bool) -> tuple[list[Tensor], int
     return list(found), left
 
 
-@pytest.mark.parametrize("name", [*ESTIMATORS, "replayed from snapshots"])
+@each_row("name", [*ESTIMATORS, "replayed from snapshots"])
 @pytest.mark.filterwarnings("ignore:.Implicit.* gives no gradient")  # to the rate
 def test_steps_are_run_again_under_the_autocast_of_the_loop_which_keeps_the_casts_of_one(name):
     damped = todist.linear_solve.solve_cg(ridge=1.0, rtol=1e-3)
@@ -358,7 +358,7 @@ def test_a_compiled_function_has_the_estimate_of_the_plain_one(name):
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@each_row("name", SAMPLED)
 def test_evolution_strategies_of_a_loss_under_a_checkpoint(name):
     w = torch.tensor([0.5, -0.3], dtype=torch.float64, requires_grad=True)
     first = torch.tensor([0.7, 1.2], dtype=torch.float64, requires_grad=True)
@@ -485,7 +485,7 @@ PRODUCTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
+@each_row(
     "adjoint",
     [
         todist.Implicit(),
@@ -494,9 +494,8 @@ PRODUCTS: dict[str, Any] = {
         todist.FiniteDifference(),
         todist.Replayed(),
     ],
-    ids=lambda adjoint: type(adjoint).__name__,
 )
-@pytest.mark.parametrize("way", PRODUCTS)
+@each_row("way", PRODUCTS)
 def test_meta_tensors_are_followed_wherever_a_loss_uses_them(way, adjoint):
     m = torch.tensor([0.5, 0.8, 1.1], dtype=torch.float64, requires_grad=True)
     first = torch.ones(3, dtype=torch.float64, requires_grad=True)
@@ -519,7 +518,7 @@ def test_meta_tensors_are_followed_wherever_a_loss_uses_them(way, adjoint):
     torch.testing.assert_close(found(PRODUCTS[way]), found(torch.mul), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("link", ["lookahead", "schedule_free"])
+@each_row("link", ["lookahead", "schedule_free"])
 def test_a_state_that_begins_with_the_first_parameters_gets_their_noise(link):
     w = torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True)
     still = todist.sgd(lr=0.0)

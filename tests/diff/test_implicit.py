@@ -54,7 +54,7 @@ X, Y, PENALTY = 0.8 * double(5, 3), double(5, seed=1), torch.tensor(-0.5, dtype=
 START = torch.zeros(3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", SOLVES)
+@each_row("name", SOLVES)
 def test_closed_form_and_finite_differences_to_order_two(name):
     arguments = [t.clone().requires_grad_() for t in (X, Y, PENALTY)]
     # Differences are of solutions next to this one, where few steps will do.
@@ -84,7 +84,7 @@ def test_implicit_and_unrolled_are_one_word_apart():
         torch.testing.assert_close(implicit, unrolled)
 
 
-@pytest.mark.parametrize("solve", [None, linear_solve.solve_inv()])
+@each_row("solve", [None, linear_solve.solve_inv()])
 def test_second_order_of_a_scalar(solve):
     """With x = θ², the second derivative of x³θ = θ⁷ at 3 is 42 · 3⁵ = 10206."""
 
@@ -131,9 +131,7 @@ def test_trees_keyword_arguments_and_aux():
     torch.testing.assert_close(grads[1], 2 * q.detach())
 
 
-@pytest.mark.parametrize(
-    "solve", [linear_solve.solve_cg(rtol=1e-13), linear_solve.solve_inv(), SOLVES["a function"]]
-)
+@each_row("solve", [linear_solve.solve_cg(rtol=1e-13), linear_solve.solve_inv(), SOLVES["a function"]])
 def test_torch_func_and_vmap(solve):
     def solver(X, y, penalty):
         return ridge(solve)(START, X, y, penalty)
@@ -163,7 +161,7 @@ def pytree_leaves(tree):
     return optree.tree_leaves(tree)
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@each_row("nested", [False, True])
 def test_samples_with_one_solution_in_common_have_gradients_of_their_own(nested):
     """The solver ignores its arguments, so ``vmap`` sees one solution, and not one for each sample."""
     root = custom_root(lambda x, a: x**2 - a, argnums=1)(lambda init, a: init)
@@ -187,7 +185,7 @@ def test_samples_with_one_solution_in_common_have_gradients_of_their_own(nested)
     torch.testing.assert_close(torch.autograd.grad(grad.sum(), a)[0], -weights / 4 / 27)  # a ** -1.5
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@each_row("order", [1, 2])
 def test_an_argument_that_the_equation_does_not_use_has_zeros(order):
     @custom_root(lambda x, a, b: x**2 - a, argnums=(1, 2))
     def solver(x, a, b):
@@ -435,7 +433,7 @@ def test_a_polynomial_s_root_has_its_jacobian(solve):
     torch.testing.assert_close(jacobian, (1 + 4 * t).rsqrt().diag())
 
 
-@pytest.mark.parametrize("name", ["default", "inv", "gmres", "bicgstab"])
+@each_row("name", ["default", "inv", "gmres", "bicgstab"])
 def test_a_complex_solution_of_an_equation_with_conjugates(name):
     def residual(x, a, target):
         z, r = x
@@ -483,8 +481,8 @@ solve_all = Task().solve_all
 }
 
 
-@pytest.mark.parametrize("text", NAMES.values(), ids=NAMES)
-@pytest.mark.parametrize("order", [1, 2])
+@each_row("text", NAMES.values(), ids=NAMES)
+@each_row("order", [1, 2])
 def test_names_of_an_equation_mean_what_they_meant_in_the_solve(text, order):
     """Where several tasks are solved in a loop, and one backward pass follows."""
     w = torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
@@ -518,7 +516,7 @@ def test_a_tensor_of_an_equation_that_was_changed_in_place_is_an_error():
         z.sum().backward()
 
 
-@pytest.mark.parametrize("order", [1, 2])
+@each_row("order", [1, 2])
 def test_an_equation_that_torch_must_not_differentiate_is_an_error(order):
     """A backward pass differentiates it for its arguments, which torch's own refusal is not behind."""
 

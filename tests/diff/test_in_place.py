@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL
+from tests.rows import each_row
 from torchopt_dist.transform import add_decayed_weights
 
 # Memory is looked at here, and no gradient, so most loops have no `meta`.
@@ -30,8 +31,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "no whole step"])
-@pytest.mark.parametrize("name", ALL)
+@each_row("optimizer", ["sgd", "adam", "no whole step"])
+@each_row("name", ALL)
 def test_what_the_loss_keeps_of_its_parameters_stays(name, optimizer):
     kept: list[dict[str, Tensor]] = []
 
@@ -57,7 +58,7 @@ def test_what_the_loss_keeps_of_its_parameters_stays(name, optimizer):
         torch.testing.assert_close(found, like, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["first order", "truncated", "SAMA"])
+@each_row("name", ["first order", "truncated", "SAMA"])
 def test_what_the_loss_keeps_of_a_module_stays(name):
     net = nn.Linear(2, 1).to(D)
     kept: list[dict[str, Tensor]] = []
@@ -74,7 +75,7 @@ def test_what_the_loss_keeps_of_a_module_stays(name):
     torch.testing.assert_close(run(ALL[name]), run(todist.Recorded()))
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_row("name", ALL)
 def test_what_the_caller_gives_and_gets_is_not_overwritten(name):
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).to(D)
     x = torch.randn(4, 2, dtype=D)
@@ -113,7 +114,7 @@ class _GivesItsBatch(torch.autograd.Function):
         return ctx.x, None
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_row("optimizer", OPTIMIZERS)
 def test_gradients_that_are_somebody_elses_or_of_one_number_stay(optimizer):
     x = torch.randn(3, dtype=D)
     batch = x.clone()
@@ -128,8 +129,8 @@ def test_gradients_that_are_somebody_elses_or_of_one_number_stay(optimizer):
         torch.testing.assert_close(found, trained(loss, todist.Recorded()).detach())
 
 
-@pytest.mark.parametrize("kind", ["tree", "module"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_row("kind", ["tree", "module"])
+@each_row("optimizer", OPTIMIZERS)
 def test_first_order_of_numbers_alone_has_the_gradient_of_the_loop_by_hand(optimizer, kind):
     """From a first state without history; whatever the optimizer makes of the parameters themselves counts."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2)).to(D)

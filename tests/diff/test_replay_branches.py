@@ -10,6 +10,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.diff.replays import D, agree, both
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.diff.adjoints._places import state_places
 from torchopt_dist.transform import multi_steps, register_hook
@@ -76,9 +77,9 @@ def parts(frozen):
     return net, weights, torch.randn(7, 5, 3, dtype=D)
 
 
-@pytest.mark.parametrize("adjoint", [todist.Replayed(), todist.Replayed(snapshots=2)])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("adjoint", [todist.Replayed(), todist.Replayed(snapshots=2)])
+@each_row("frozen", [False, True])
+@each_row("name", OPTIMIZERS)
 def test_a_state_that_only_some_steps_change_has_its_gradient(name, frozen, adjoint):
     net, weights, xs = parts(frozen)
     ins = [weights, *(p for p in net.parameters() if p.requires_grad)]
@@ -89,7 +90,7 @@ def test_a_state_that_only_some_steps_change_has_its_gradient(name, frozen, adjo
     agree(both(loss, net, xs, ins=ins, optimizer=OPTIMIZERS[name], replayed=adjoint, meta=weights))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("name", OPTIMIZERS)
 def test_and_inside_vmap(name):
     net, weights, xs = parts(frozen=True)
     ins = [weights, *(p for p in net.parameters() if p.requires_grad)]
@@ -131,7 +132,7 @@ def of_tensors_only(params):
     return TrustState(torch.ones((), dtype=D), torch.zeros_like(params[0].sum(), dtype=torch.int64))
 
 
-@pytest.mark.parametrize("init", [trusting, of_tensors_only])
+@each_row("init", [trusting, of_tensors_only])
 def test_a_number_of_the_state_is_not_taken_for_one_of_a_frozen_parameter(init):
     """Frozen is the first parameter of a list, and the number is the first one of the state."""
     frozen = torch.tensor(0.3, dtype=D)

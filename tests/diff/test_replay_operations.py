@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchopt_dist as todist
 from tests.diff.replays import agree
+from tests.rows import each_row
 from torchopt_dist.transform.apply_updates import differentiable_step
 
 D = torch.float64
@@ -30,7 +30,7 @@ class _Operations(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("make", [todist.adam, todist.adamw])
+@each_row("make", [todist.adam, todist.adamw])
 def test_a_plain_step_with_a_tensor_for_the_rate_is_one_operation(make):
     lr = torch.tensor(0.1, dtype=D, requires_grad=True)
     p, grad = torch.randn(100, dtype=D), torch.randn(100, dtype=D)
@@ -61,7 +61,7 @@ class _Sum(torch.autograd.Function):
         return other.view_as(other), one.view_as(one)
 
 
-@pytest.mark.parametrize("make", [todist.adam, todist.adamw])
+@each_row("make", [todist.adam, todist.adamw])
 def test_what_a_backward_overwrites_is_its_own(make):
     """Not the gradients that it was given, what a second one needs, or what the first one has found."""
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("name", OPTIMIZERS)
 def test_steps_of_known_gradients_are_gone_back_through_by_kernels(name):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Linear(3, 3)).double()
@@ -138,8 +138,8 @@ class _Layers(nn.Module):
         return found + 0.1 * F.linear(F.linear(found, self.first.weight), self.first.weight.t()).tanh()
 
 
-@pytest.mark.parametrize("settings", [{"snapshots": 2}, {"snapshots": "all"}], ids=str)
-@pytest.mark.parametrize("penalty", [False, True])
+@each_row("settings", [{"snapshots": 2}, {"snapshots": "all"}])
+@each_row("penalty", [False, True])
 def test_linear_layers_in_reverse_over_reverse_mode(settings, penalty):
     torch.manual_seed(0)
     net = _Layers().double()

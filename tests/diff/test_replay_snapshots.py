@@ -37,7 +37,7 @@ def test_the_fewest_steps_are_run_again(units, slots):
     assert found == fewest_advances(units + 1, slots)
 
 
-@pytest.mark.parametrize(("steps", "snapshots"), [(1, 1), (7, 1), (7, 3), (20, 20)])
+@each_row(("steps", "snapshots"), [(1, 1), (7, 1), (7, 3), (20, 20)])
 def test_as_many_steps_are_run_as_the_plan_says(steps, snapshots):
     w, calls = (
         torch.ones(1 << 19, dtype=D, requires_grad=True),

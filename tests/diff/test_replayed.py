@@ -67,7 +67,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@each_row("name", LOSSES)
 def test_operations_have_the_gradients_of_recorded_steps(name):
     torch.manual_seed(0)
     p = torch.randn(4, 3, dtype=D, requires_grad=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import torchopt_dist as todist
 from examples.adjoints import PeakMemory
 from tests.diff.adjoint_table import Problem
+from tests.rows import each_row
 
 D = torch.float64
 RECORDED, REPLAYED = todist.Recorded(), todist.Replayed(snapshots=2)
@@ -39,7 +40,7 @@ def compare(at_once: Tensor, one_by_one: Tensor, ins: list[Tensor]) -> tuple[Ten
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adam of numbers", "clipped adam", "schedule"])
+@each_row("optimizer", ["momentum", "adam", "adam of numbers", "clipped adam", "schedule"])
 def test_first_parameters_meta_tensors_rates_and_batches_that_are_mapped_over(optimizer):
     problem = Problem("module", optimizer)
     xs = torch.stack(problem.xs).detach().requires_grad_()
@@ -125,7 +126,7 @@ def test_batch_norm_and_tied_parameters():
     agree(task, list(net.parameters()), xs)
 
 
-@pytest.mark.parametrize("randomness", ["different", "same"])
+@each_row("randomness", ["different", "same"])
 def test_a_step_that_is_run_again_draws_the_same_numbers(randomness):
     p = torch.randn(5, dtype=D, requires_grad=True)
     xs = torch.randn(3, 5, dtype=D)

@@ -34,8 +34,8 @@ class Reader(Problem):
         )
 
 
-@pytest.mark.parametrize("stop", [None, lambda number, _: number == 2], ids=["to the end", "stopped"])
-@pytest.mark.parametrize("name", ONCE)
+@each_row("stop", [None, lambda number, _: number == 2], ids=["to the end", "stopped"])
+@each_row("name", ONCE)
 @pytest.mark.filterwarnings("ignore:.Implicit.* gives no gradient")  # to the rate
 def test_a_stream_is_a_list_of_its_batches(name: str, stop: Any) -> None:
     found = []

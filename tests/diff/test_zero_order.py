@@ -27,8 +27,8 @@ def gradient(function, *points, **settings):
     return torch.autograd.grad(zero_order(double_noise, **settings)(function)(*points), points)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("sigma", [0.1, 1.0])
+@each_row("method", METHODS)
+@each_row("sigma", [0.1, 1.0])
 def test_unbiased_within_its_own_spread(method, sigma):
     """The gradient of ½ x·x is x, smoothed or not; estimates of 400 batches lie around it as their spread says."""
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def test_unbiased_within_its_own_spread(method, sigma):
     assert (error < 4.5 * estimates.std(0) / math.sqrt(400)).all()
 
 
-@pytest.mark.parametrize("sigma", [0.1, 3.0])
+@each_row("sigma", [0.1, 3.0])
 def test_antithetic_and_forward_estimates_of_a_plane_vary_with_the_noise_only(sigma):
     """A linear function: each is the mean of (a·z) z, whatever sigma is; so sigma divides, and does not multiply."""
     for method in ("forward", "antithetic"):
@@ -210,7 +210,7 @@ def test_bad_input(call, kind, message):
         call()
 
 
-@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+@each_row("transform", [torch.vmap, torch.func.grad])
 def test_a_transform_is_refused_by_name(transform):
     loss = zero_order(NORMAL)(lambda x: x.square().sum())
     with pytest.raises(

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 import torchopt_dist as todist
 from tests.distributed.programs import split
+from tests.rows import each_row
 from torchopt_dist.distributed.balance import even_share
 from torchopt_dist.distributed.group import group
 
 pytestmark = pytest.mark.usefixtures("workers")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("size", "workers_", "sizes"),
     [
         (15, 8, [2, 2, 2, 2, 2, 2, 2, 1]),
@@ -84,7 +85,7 @@ def test_nothing_is_lost_doubled_or_moved(size, workers_, ndim, dim, exclusive, 
     assert [part.worker for part in parts] == sorted(part.worker for part in parts)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("partitioner", "shapes"),
     [
         (todist.batch_partitioner, [(2, 3, 5), (2, 3, 5), (1, 3, 5)]),
@@ -112,9 +113,7 @@ def test_exclusive_tasks_are_spread_in_blocks():
     assert [part.size for part in parts] == [1] * 7
 
 
-@pytest.mark.parametrize(
-    "chosen", [[2, 0], ("worker2", "worker0"), ["worker2", 0], [np.int64(2), np.int32(0)]]
-)
+@each_row("chosen", [[2, 0], ("worker2", "worker0"), ["worker2", 0], [np.int64(2), np.int32(0)]])
 def test_the_workers_can_be_chosen_and_ordered(chosen):
     parts = split(todist.dim_partitioner(0, workers=chosen), torch.arange(3))
     assert parts == [(2, ([0, 1],), {}), (0, ([2],), {})]
@@ -129,7 +128,7 @@ def test_the_workers_are_looked_up_at_the_call(workers):
     assert len(todist.batch_partitioner(torch.arange(9))) == 5
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "options", "told"),
     [
         (TypeError, {"dim": 1.0}, "dim must be an integer, got float 1.0"),
@@ -148,7 +147,7 @@ def test_bad_settings_are_told_when_the_partitioner_is_made(kind, options, told)
             make(dim, **options)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "copied",
     [
         lambda p: pickle.loads(pickle.dumps(p)),
@@ -158,7 +157,7 @@ def test_bad_settings_are_told_when_the_partitioner_is_made(kind, options, told)
     ],
     ids=["pickle", "cloudpickle", "deepcopy", "copy"],
 )
-@pytest.mark.parametrize(
+@each_row(
     "partitioner",
     [
         todist.batch_partitioner,

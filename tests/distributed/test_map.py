@@ -8,6 +8,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import gradients, mlp
+from tests.rows import each_row
 from torchopt_dist.errors import NotInitializedError
 
 
@@ -107,7 +108,7 @@ def test_a_call_of_one_worker_gives_the_value_itself(world):
 
 
 @pytest.mark.usefixtures("workers")
-@pytest.mark.parametrize(
+@each_row(
     ("call", "error", "text"),
     [
         (lambda: todist.map(describe, 3), TypeError, "items must be a list of tasks .* 'int' object"),

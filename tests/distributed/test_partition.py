@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.distributed.partition import partition, unwrap
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -27,7 +28,7 @@ def test_a_partition_is_a_triplet():
     assert todist.typing.Partition(0, None, None).size == 1
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@each_row("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_partition_keeps_its_size_when_copied(protocol):
     part = todist.typing.Partition(1, (1,), {"a": 2}, 7)
     for other in (
@@ -87,7 +88,7 @@ def test_a_function_may_return_triplets_of_any_kind():
     assert [type(part.args) for part in parts] == [tuple] * 5
 
 
-@pytest.mark.parametrize("bad", [1.5, True, np.True_, [0], ("worker0", 1), {"worker0": 1}])
+@each_row("bad", [1.5, True, np.True_, [0], ("worker0", 1), {"worker0": 1}])
 def test_what_is_no_partitioner_is_told(bad):
     with pytest.raises(TypeError, match=f"partitioner must be .* got {type(bad).__name__}"):
         partition(bad, (torch.ones(3),), {})
@@ -100,7 +101,7 @@ def answer(value):
     return own
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "kind", "told"),
     [
         (None, TypeError, ["must return a list of triplets", "got NoneType"]),

@@ -15,6 +15,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.distributed.programs import split
+from tests.rows import each_row
 from torchopt_dist.distributed.partition import partition
 
 pytestmark = pytest.mark.usefixtures("workers")
@@ -122,8 +123,8 @@ def containers():
     }
 
 
-@pytest.mark.parametrize("kind", containers())
-@pytest.mark.parametrize("exclusive", [False, True])
+@each_row("kind", containers())
+@each_row("exclusive", [False, True])
 def test_containers_that_are_no_trees_are_split_as_the_rest(workers, kind, exclusive):
     workers(2)
     container, tensors = containers()[kind]
@@ -185,7 +186,7 @@ def test_an_object_that_holds_an_array_of_the_batch_s_length_or_is_one_is_told()
     assert len(todist.batch_partitioner(torch.arange(3), opaque, Column(np.arange(4)))) == 3
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("partitioner", "shape"),
     [
         (todist.batch_partitioner, (4,)),
@@ -229,7 +230,7 @@ LISTS = [
 ]
 
 
-@pytest.mark.parametrize("labels", [*LISTS, [{"text": "a", "label": 1}] * 4])
+@each_row("labels", [*LISTS, [{"text": "a", "label": 1}] * 4])
 def test_a_list_as_long_as_the_batch_is_an_error_that_says_what_to_write(labels):
     x = torch.arange(4)
     told = (
@@ -247,7 +248,7 @@ def test_a_list_as_long_as_the_batch_is_an_error_that_says_what_to_write(labels)
     assert first.args[1] is labels
 
 
-@pytest.mark.parametrize(
+@each_row(
     "whole",
     [
         [0, 1, 2],
@@ -265,7 +266,6 @@ def test_a_list_as_long_as_the_batch_is_an_error_that_says_what_to_write(labels)
         [nn.Linear(1, 1)] * 4,
         torch.Size([1, 2, 3, 4]),
     ],
-    ids=repr,
 )
 def test_what_is_no_list_of_items_is_not_taken_for_a_batch(whole):
     for part in todist.batch_partitioner(torch.arange(4), whole):
@@ -307,7 +307,7 @@ def test_parts_share_the_tensor_and_its_graph():
     assert x.grad.tolist() == [1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("partitioner", "args", "told"),
     [
         (todist.batch_partitioner, (), ["no tensor to split"]),

@@ -107,7 +107,7 @@ def test_the_mean_has_gradients_by_size():
     assert [t.grad.item() for t in x] == pytest.approx([0.0, 2 * 1 * 2 / 8, 2 * 2 * 5 / 8])
 
 
-@pytest.mark.parametrize("sizes", [None, [2, 1, 3], [2, 2, 2]])
+@each_row("sizes", [None, [2, 1, 3], [2, 2, 2]])
 def test_gradients_to_second_order(sizes):
     def mean(*leaves):
         return todist.mean_reducer([{"a": t.sin(), "b": t**3} for t in leaves], sizes)["a"]
@@ -256,7 +256,7 @@ def test_what_cannot_be_reduced_is_told(reducer, results, kind, told):
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("results", [[torch.tensor(1.0)] * 2, [1.0, 2.0]])
+@each_row("results", [[torch.tensor(1.0)] * 2, [1.0, 2.0]])
 def test_what_has_no_dimension_cannot_be_concatenated(results):
     with pytest.raises(ValueError, match="no dimension to concatenate along: use stack_reducer"):
         todist.concatenate_reducer(results)

@@ -73,7 +73,7 @@ def test_a_team_goes_on_after_an_error():
     assert on_four()["after"] == 70
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "error"),
     [
         ({"retries": 1}, "`retries` must be left out with `team`, got retries=1"),
@@ -93,7 +93,7 @@ def test_what_does_not_go_with_teams(options, error):
         todist.parallelize(**{"team": 2, **options})
 
 
-@pytest.mark.parametrize("team", [True, "2", 2.0])
+@each_row("team", [True, "2", 2.0])
 def test_a_team_is_a_number(team):
     with pytest.raises(TypeError, match="`team` must be a number of workers or a DeviceMesh, got"):
         todist.parallelize(team=team)

@@ -10,6 +10,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.processes import World
+from tests.rows import each_row
 from torchopt_dist.distributed.group import group as group_module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -85,7 +86,7 @@ def test_the_name_is_that_of_the_living_group(place, three_workers):
     assert todist.get_world_info().worker_name == "grace"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("variables", "told"),
     [
         ({"RANK": 0}, ["WORLD_SIZE is missing"]),
@@ -142,7 +143,7 @@ def test_a_worker_is_found_by_name_by_rank_or_as_oneself(place, three_workers):
     assert (found, type(found)) == (1, int)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("id", "kind", "told"),
     [
         ("Ada", ValueError, ["'Ada'", "ada, grace, emmy"]),
@@ -190,7 +191,7 @@ def ranks_that_run(place, decorator, world_size=4):
     return ran
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("decorator", "ranks"),
     [
         (todist.on_rank(0), [0]),
@@ -227,8 +228,8 @@ def test_arguments_values_and_errors_pass_through(place):
     assert divide(1, by=0) is None
 
 
-@pytest.mark.parametrize("decorator", [todist.on_rank, todist.not_on_rank])
-@pytest.mark.parametrize(
+@each_row("decorator", [todist.on_rank, todist.not_on_rank])
+@each_row(
     ("ranks", "kind", "told"),
     [
         ((), ValueError, "at least one rank"),

@@ -10,6 +10,7 @@ import pkgutil
 import pytest
 
 import torchopt_dist
+from tests.rows import each_row
 
 MODULES = [
     module.name
@@ -27,10 +28,17 @@ def examples_of(name: str) -> list[doctest.DocTest]:
     return [test for test in doctest.DocTestFinder().find(module, name) if test.examples]
 
 
-@pytest.mark.parametrize(
-    "room", [pytest.param(room, marks=pytest.mark.processes) if room == "launch" else room for room in ROOMS]
-)
+@each_row("room", [room for room in ROOMS if room != "launching"])
 def test_examples(room: str) -> None:
+    they_print_what_they_say(room)
+
+
+@pytest.mark.processes
+def test_examples_that_launch() -> None:
+    they_print_what_they_say("launching")
+
+
+def they_print_what_they_say(room: str) -> None:
     said: list[str] = []
     runner = doctest.DocTestRunner()
     for test in itertools.chain.from_iterable(map(examples_of, ROOMS[room])):

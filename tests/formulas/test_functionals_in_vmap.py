@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.formulas import formulas_in_transforms
 from torchopt_dist.transform._gradients import recorded_gradients
 
@@ -162,7 +163,7 @@ def derivatives(losses: Tensor, params: list[Tensor], *, order: int) -> list[Ten
 
 # where torch has no rule, it goes through the samples one by one
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("weight_norm")])
+@each_row("name", [name for name in CASES if not name.startswith("weight_norm")])
 def test_autograd_outside_of_vmap_has_the_derivatives_of_a_loop(name: str) -> None:
     loss, values, seen = problem(name)
     params = [value.clone().requires_grad_() for value in values]
@@ -175,7 +176,7 @@ def test_autograd_outside_of_vmap_has_the_derivatives_of_a_loop(name: str) -> No
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(FIRST_ORDER)])
+@each_row("name", [name for name in CASES if not name.startswith(FIRST_ORDER)])
 def test_a_step_of_torch_func_grad_inside_vmap_has_the_gradient_of_torch_func(name: str) -> None:
     loss, values, seen = problem(name)
     places = tuple(range(1, len(values) + 1))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.formulas import formulas_in_transforms
 
 D = torch.float64
@@ -25,7 +26,7 @@ NORMALIZATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", NORMALIZATIONS)
+@each_row("name", NORMALIZATIONS)
 def test_a_step_of_torch_func_grad_has_the_gradient_of_a_loop(name):
     torch.manual_seed(0)
     params = [torch.randn(5, 4, dtype=D), torch.rand(4, dtype=D) + 0.5, torch.rand(4, dtype=D)]

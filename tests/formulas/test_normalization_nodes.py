@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.transform._gradients import recorded_gradients
 
 D = torch.float64
@@ -51,8 +52,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, None])
-@pytest.mark.parametrize("shape", [(3, 4, 2), (1, 1, 1)])
+@each_row("dim", [0, 1, 2, -1, None])
+@each_row("shape", [(3, 4, 2), (1, 1, 1)])
 def test_weight_norm_has_the_derivatives_of_its_formula(shape, dim):
     torch.manual_seed(0)
     others = [n for n in range(3) if dim in (None, -1) or n != dim]
@@ -83,8 +84,8 @@ def test_weight_norm_has_the_derivatives_of_its_formula(shape, dim):
 
 # torch has no rule for `vmap`, and goes through the samples one by one outside of the loop
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-@pytest.mark.parametrize("kind", ["new", "old"])
-@pytest.mark.parametrize("way", ["MetaSGD", "recorded", "replayed", "vmap"])
+@each_row("kind", ["new", "old"])
+@each_row("way", ["MetaSGD", "recorded", "replayed", "vmap"])
 def test_loops_through_weight_norm_have_the_gradient_of_differences(way, kind):
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -153,9 +154,9 @@ def test_a_second_derivative_has_the_derivative_of_differences(name, device):
         assert by_torch == (name in ("batch_norm in evaluation", "layer_norm of a number"))
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4)], ids=["layer_norm", "batch_norm"])
-@pytest.mark.parametrize("penalized", [False, True])
-@pytest.mark.parametrize("way", ["MetaSGD", "recorded", "replayed", "replayed forward"])
+@each_row("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4)], ids=["layer_norm", "batch_norm"])
+@each_row("penalized", [False, True])
+@each_row("way", ["MetaSGD", "recorded", "replayed", "replayed forward"])
 def test_loops_whose_gradient_has_a_third_derivative_have_that_of_differences(way, penalized, norm):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 1)).to(D)
@@ -235,8 +236,8 @@ def loop_of_functions(norm: Callable[..., Tensor], scale: Tensor, x: Tensor) -> 
     return loss(params, x)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("way", ["torch.func", "autograd", "vmap"])
+@each_row("name", FORMULAS)
+@each_row("way", ["torch.func", "autograd", "vmap"])
 def test_second_derivatives_of_steps_of_functions_are_those_of_the_formula(way, name):
     tasks = torch.randn(2, 5, 3, dtype=D, generator=torch.Generator().manual_seed(1))
     scale = torch.tensor(1.2, dtype=D, requires_grad=way == "autograd")
@@ -255,7 +256,7 @@ def test_second_derivatives_of_steps_of_functions_are_those_of_the_formula(way, 
     torch.testing.assert_close(second(torchs), second(formula), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "batch_norm"])
+@each_row("name", ["layer_norm", "batch_norm"])
 def test_a_warning_says_where_gradients_of_functions_inside_vmap_cannot_be_mended(name):
     tasks = torch.randn(2, 5, 3, dtype=D, generator=torch.Generator().manual_seed(1))
     torchs, formula = FORMULAS[name]

@@ -580,8 +580,8 @@ def test_so_they_are_in_steps_and_in_loops_in_vmap(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
-@pytest.mark.parametrize("way", ROUTES)
-@pytest.mark.parametrize("name", REFUSED)
+@each_row("way", ROUTES)
+@each_row("name", REFUSED)
 def test_what_torch_has_wrong_is_refused(name: str, way: str) -> None:
     row, text = REFUSED[name]
     with pytest.raises(RuntimeError, match=text):
@@ -597,7 +597,7 @@ def near_an_end(
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:.Implicit.* gives no gradient")
-@pytest.mark.parametrize("table", ["zeros", "norms", "sizes"])
+@each_row("table", ["zeros", "norms", "sizes"])
 def test_so_they_are_in_implicit_gradients_in_vmap(table: str) -> None:
     solver = todist.linear_solve.solve_inv()
     move = partial(near_an_end, todist.Implicit(solver, not_converged="ignore"))

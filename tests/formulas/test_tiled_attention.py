@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist.formulas import attention as tiled
 from torchopt_dist.formulas.attention import Attention, attention_by_formula
 
@@ -83,7 +84,7 @@ CASES: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_three_orders_are_those_of_the_formula(case: str) -> None:
     shapes, named = CASES[case]
     inputs = [random(*shape, seed=n) for n, shape in enumerate(shapes)]
@@ -92,7 +93,7 @@ def test_three_orders_are_those_of_the_formula(case: str) -> None:
     torch.testing.assert_close(orders(made, inputs), orders(by_formula(*inputs, **named), inputs))
 
 
-@pytest.mark.parametrize("shape", [(5, 5), (3, 5, 5), (2, 1, 5, 5), (1, 5)])
+@each_row("shape", [(5, 5), (3, 5, 5), (2, 1, 5, 5), (1, 5)])
 def test_a_mask_that_is_added_has_a_gradient(shape: tuple[int, ...]) -> None:
     inputs = [*(random(2, 3, 5, 4, seed=n) for n in range(3)), random(*shape, seed=5)]
     made = in_tiles(*inputs)
@@ -100,7 +101,7 @@ def test_a_mask_that_is_added_has_a_gradient(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(orders(made, inputs), orders(by_formula(*inputs), inputs))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype) -> None:
     inputs = [random(2, 5, 4, seed=n, dtype=dtype) for n in range(3)]
     made = in_tiles(*inputs)
@@ -146,7 +147,7 @@ def in_tiles_again(*inputs: Tensor) -> Tensor:
     return in_tiles(*inputs, dropout_p=0.5)
 
 
-@pytest.mark.parametrize("named", [{}, {"is_causal": True}])
+@each_row("named", [{}, {"is_causal": True}])
 def test_in_vmap_and_under_torch_func(named: dict[str, bool]) -> None:
     inputs = [random(3, 2, 5, 4, seed=n).detach() for n in range(3)]
 

@@ -60,7 +60,7 @@ def test_derivatives_to_order_two(solve):
     assert gradgradcheck(solve, arguments, eps=1e-2, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("terms", [1, 4, 7])
+@each_row("terms", [1, 4, 7])
 def test_both_series_agree_to_the_last_term(terms):
     A, b = spd(), double(3, seed=1)
     powers = sum(torch.linalg.matrix_power(torch.eye(3) - 0.4 * A, i) for i in range(terms + 1))

@@ -10,6 +10,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.diff.adjoint_table import ALL
+from tests.rows import each_row
 from torchopt_dist import linear_solve
 
 D = {"dtype": torch.float64}
@@ -123,15 +124,15 @@ def derivatives(solution, made, way):
     return [x, *first, *second]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("made", [of_leaves, of_results])
+@each_row("way", WAYS)
+@each_row("made", [of_leaves, of_results])
 def test_derivatives_to_order_two_are_those_of_a_dense_solve(made, way):
     """For a tensor that is no leaf, and through it for the leaves, each once."""
     for found, true in zip(derivatives(solved, made, way), derivatives(dense, made, way), strict=True):
         torch.testing.assert_close(found, true)
 
 
-@pytest.mark.parametrize("way", [direct, twice, in_objects])
+@each_row("way", [direct, twice, in_objects])
 def test_a_result_closed_over_inside_torch_func(way):
     """Of the transform's own level, of one around it, and of autograd's graph outside of all."""
     theta = torch.tensor([0.9, 0.4, 0.6], **D)
@@ -211,7 +212,7 @@ def test_other_backward_passes_go_on_where_a_solve_ends():
     torch.testing.assert_close(torch.autograd.grad(h.exp().sum(), m), before)
 
 
-@pytest.mark.parametrize("before", [False, True])
+@each_row("before", [False, True])
 def test_a_tensor_that_a_product_takes_in_backward_only_is_an_error(before):
     """Also where there was none that requires grad before."""
     m = torch.ones(3, **D, requires_grad=True)
@@ -261,8 +262,8 @@ def of_inner_loss(adjoint, how):
     return [last, *torch.autograd.grad((last**3).sum(), (meta, first), allow_unused=True)]
 
 
-@pytest.mark.parametrize("how", ["closed over", "followed"])
-@pytest.mark.parametrize("name", [name for name in ALL if name != "reptile"] + ["MetaSGD"])
+@each_row("how", ["closed over", "followed"])
+@each_row("name", [name for name in ALL if name != "reptile"] + ["MetaSGD"])
 @pytest.mark.filterwarnings("ignore:steps of an inner loop are recorded one by one")
 def test_a_solve_in_an_inner_loss(name, how):
     adjoint = ALL.get(name, name)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tests.rows import each_row
 from torchopt_dist import linalg, linear_solve
 from torchopt_dist.diff.implicit import custom_fixed_point, custom_root
 from torchopt_dist.linear_solve import _closure
@@ -48,14 +49,14 @@ WAYS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("solution", SOLUTIONS)
+@each_row("way", WAYS)
+@each_row("solution", SOLUTIONS)
 def test_forward_mode_is_refused(solution: str, way: str) -> None:
     with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .*: use torch\.func\.vjp"):
         WAYS[way](SOLUTIONS[solution], torch.tensor([2.0, 3.0]))
 
 
-@pytest.mark.parametrize("solution", SOLUTIONS)
+@each_row("solution", SOLUTIONS)
 def test_reverse_mode_gives_the_derivative(solution: str) -> None:
     t = torch.tensor([2.0, 3.0])
     truth = {

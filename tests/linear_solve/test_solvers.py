@@ -24,7 +24,7 @@ SOLVERS = {
     "bicgstab": linear_solve.solve_bicgstab(**TIGHT),
 }
 ANY_MATRIX = ["normal_cg", "inv", "neumann", "gmres", "bicgstab"]
-every_solver = pytest.mark.parametrize("name", SOLVERS)
+every_solver = each_row("name", SOLVERS)
 
 
 def double(*shape, seed=0):
@@ -62,7 +62,7 @@ def test_solution_and_information(name):
     )
 
 
-@pytest.mark.parametrize("name", ANY_MATRIX)
+@each_row("name", ANY_MATRIX)
 def test_a_matrix_that_is_not_symmetric(name):
     A, b = spd() + 0.3 * double(N, N, seed=2), double(N, seed=1)
     solver = SOLVERS[name]
@@ -70,7 +70,7 @@ def test_a_matrix_that_is_not_symmetric(name):
     assert gradcheck(lambda A, b: solver(lambda v: A @ v, b), (A.requires_grad_(), b.requires_grad_()))
 
 
-@every_solver
+@pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("call", [closing, given])
 def test_derivatives_to_order_two(name, call):
     A, b = spd().requires_grad_(), double(N, seed=1).requires_grad_()
@@ -79,7 +79,7 @@ def test_derivatives_to_order_two(name, call):
 
 
 @every_solver
-@pytest.mark.parametrize("call", [closing, given])
+@each_row("call", [closing, given])
 def test_under_torch_func(name, call):
     solve, exact = functools.partial(call, SOLVERS[name]), lambda A, b: torch.linalg.solve(symmetrized(A), b)
     A = torch.stack([spd(), 0.5 * spd(seed=3) + 0.5 * torch.eye(N)])
@@ -111,7 +111,7 @@ def test_the_third_derivative():
         assert y.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("closes_over", [False, True])
+@each_row("closes_over", [False, True])
 def test_a_solve_under_a_checkpoint(closes_over):
     A, b = spd().requires_grad_(), double(N, seed=1).requires_grad_()
     solve = linear_solve.solve_cg(rtol=1e-13)
@@ -304,9 +304,7 @@ def test_a_solve_that_fails_is_an_error(solver, A, message):
         torch.vmap(lambda b: solver(lambda v: A @ v, b))(torch.stack([ONES, ONES]))
 
 
-@pytest.mark.parametrize(
-    "kind", [linear_solve.solve_cg, linear_solve.solve_gmres, linear_solve.solve_neumann]
-)
+@each_row("kind", [linear_solve.solve_cg, linear_solve.solve_gmres, linear_solve.solve_neumann])
 def test_a_solution_that_is_not_accurate_warns_with_its_residual(kind):
     A, b = torch.diag(torch.linspace(0.1, 1.0, 20)), torch.ones(20)
     with pytest.warns(

@@ -176,7 +176,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Any]:
     return [torch.autograd.grad(call(model, x), [*model.parameters()]) for call in calls]
 
 
-@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed(), todist.Truncated(3)], ids=str)
+@each_row("adjoint", [todist.Recorded(), todist.Replayed(), todist.Truncated(3)])
 def test_a_whole_loop_trains_it(adjoint: Any) -> None:
     model, x = layer(), inputs(5)
     target = torch.zeros(5, WIDTH, dtype=torch.float64, requires_grad=True)

@@ -34,7 +34,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_row("form", FORMS)
 def test_gradients_are_those_of_finite_differences_to_order_2(form: dict[str, Any]) -> None:
     net = network()
     rates = todist.learned(net, **form)
@@ -50,7 +50,7 @@ def test_gradients_are_those_of_finite_differences_to_order_2(form: dict[str, An
     assert torch.autograd.gradgradcheck(outer, points)
 
 
-@pytest.mark.parametrize("adjoint", [todist.Recorded(), todist.Replayed(), todist.FirstOrder()])
+@each_row("adjoint", [todist.Recorded(), todist.Replayed(), todist.FirstOrder()])
 def test_a_rate_for_each_parameter_is_what_one_writes_by_hand(adjoint: Any) -> None:
     net = network()
     net[0].bias.requires_grad_(False)

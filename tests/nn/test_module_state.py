@@ -73,7 +73,7 @@ def test_a_clone_computes_alike_and_keeps_its_structure(by):
     assert list(tensors(clone)) == list(tensors(net))
 
 
-@pytest.mark.parametrize("by", ["reference", "ref"])
+@each_row("by", ["reference", "ref"])
 def test_a_reference_clone_shares_tensors_but_not_their_places(by):
     net = Net()
     clone = module_clone(net, by=by)
@@ -204,7 +204,7 @@ def test_visual_contents_name_the_parameters():
     assert extract_state_dict(net).visual_contents is None
 
 
-@pytest.mark.parametrize("cut", [stop_gradient, module_detach_])
+@each_row("cut", [stop_gradient, module_detach_])
 def test_a_module_is_cut_off_and_others_keep_their_graph(cut):
     net = Net()
     one_step(net)
@@ -292,7 +292,7 @@ class Holder:
         self.tensor = tensor
 
 
-@pytest.mark.parametrize("by", ["reference", "copy", "deepcopy"])
+@each_row("by", ["reference", "copy", "deepcopy"])
 def test_tensors_in_containers_of_a_module_are_cloned_as_parameters_are(by):
     net = nn.Linear(2, 2)
     scale = torch.tensor(2.0, requires_grad=True)

@@ -119,7 +119,7 @@ def test_tasks_in_a_for_with_names_bound_anew_before_backward() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["iteration", "anderson", "newton", "broyden"])
+@each_row("name", ["iteration", "anderson", "newton", "broyden"])
 def test_transforms(name: str) -> None:
     bs = torch.stack([B, 2 * B, -2 * B])
 

@@ -90,7 +90,7 @@ def test_a_batch_under_vmap(name):
         torch.testing.assert_close(one, solved(name, START, W, each)[0], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@each_row("name", SOLVERS)
 def test_implicit_gradients(name):
     kind = custom_fixed_point if name in FIXED_POINTS else custom_root
     function = cell if name in FIXED_POINTS else lambda z, W, b: z - cell(z, W, b)

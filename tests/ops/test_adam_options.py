@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.cases import DTYPES, assert_near, kernels, needs_kernels, threads, wide
+from tests.rows import each_row
 from torchopt_dist.ops._adam import adam
 
 pytestmark = needs_kernels
@@ -21,9 +22,9 @@ STEPS = [1, 2, 50, 1000]
 B1, B2, EPS, EPS_ROOT, FACTOR = 0.9, 0.99, 1e-3, 1e-2, -0.3
 LISTS = ("grads", "exp_avgs", "exp_avg_sqs", "params")
 FLOWS = ("moved_grads", "exp_avg_grads", "exp_avg_sq_grads")
-options = pytest.mark.parametrize("maximize", [False, True])
-decays = pytest.mark.parametrize("weight_decay", [0.0, 0.2, -0.2])
-kepts = pytest.mark.parametrize("kept", [1.0, 0.7])
+options = each_row("maximize", [False, True])
+decays = each_row("weight_decay", [0.0, 0.2, -0.2])
+kepts = each_row("kept", [1.0, 0.7])
 
 
 def corrections() -> Tensor:
@@ -118,7 +119,7 @@ def test_the_formula_is_the_textbooks(maximize, weight_decay):
     assert_near([list(column) for column in got[:3]], expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_row("dtype", DTYPES)
 @kepts
 @decays
 @options
@@ -140,7 +141,7 @@ def test_forward_is_the_textbooks_formula(maximize, weight_decay, kept, dtype):
         assert all(torch.equal(*pair) for k in (1, 2) for pair in zip(bare[k], got[k], strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_row("dtype", DTYPES)
 @kepts
 @decays
 @options
@@ -188,7 +189,7 @@ def test_backward_is_the_slope_of_the_forward_kernel(maximize, weight_decay, kep
     torch.testing.assert_close(torch.stack(total).sum(), slope, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@each_row("dtype", [torch.float64, torch.float32])
 @kepts
 @decays
 @options
@@ -242,9 +243,9 @@ def laid_out(x: Tensor, way: str) -> Tensor:
     return torch.cat([x.new_full((1,), math.nan), x.flatten()])[1:].view(x.shape)  # past an offset
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
-@pytest.mark.parametrize("way", ["transposed", "gaps", "offset"])
+@each_row("dtype", DTYPES)
+@each_row("weight_decay", [0.0, 0.2])
+@each_row("way", ["transposed", "gaps", "offset"])
 def test_strides_make_no_difference(way, weight_decay, dtype):
     lists, outer, given = arguments(dtype), flows(dtype), numbers(0.7, weight_decay, True)
     want = [*forward(lists, *given), *backward(outer, lists, *given)]
@@ -277,7 +278,7 @@ def test_expanded_tensors_are_read_where_they_are():
     assert all(x.is_contiguous() for x in got)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@each_row("weight_decay", [0.0, 0.2])
 @options
 def test_many_tensors_are_as_each_alone(maximize, weight_decay):
     """Results of over 8 MiB go past the cache, and are shared out; no element's numbers depend on either."""
@@ -303,7 +304,7 @@ def test_many_tensors_are_as_each_alone(maximize, weight_decay):
                 assert all(torch.equal(*pair) for pair in zip(column, values, strict=True))
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@each_row("weight_decay", [0.0, 0.2])
 def test_nothing_to_do(weight_decay):
     given, none = numbers(0.7, weight_decay, True), torch.empty(0, 2, dtype=torch.float64)
     assert kernels.adam([], [], [], [], none, *given) == []
@@ -317,7 +318,7 @@ def test_nothing_to_do(weight_decay):
     assert [x.shape for x in made] == [x.shape for x in empty] * (4 if weight_decay else 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_row("dtype", DTYPES)
 def test_the_gradient_is_made_in_the_arithmetics_precision(dtype):
     """Neither the decay nor the sum is rounded to the tensors' dtype: these differ by less than float16 tells apart."""
     one, zero = torch.ones(40, dtype=dtype), torch.zeros(40, dtype=dtype)
@@ -373,7 +374,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_row("name", REFUSED)
 def test_refusals_name_the_argument(name):
     changes, weight_decay, of_forward, of_backward = REFUSED[name]
     lists, given = {**arguments(), **changes}, numbers(1.0, weight_decay, False)
@@ -384,7 +385,7 @@ def test_refusals_name_the_argument(name):
         kernels.adam_backward(*flows().values(), *lists.values(), corrections(), *given)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.2])
+@each_row("weight_decay", [0.0, 0.2])
 def test_what_torch_is_told_of_them_is_true(weight_decay):
     lists, outer, given = arguments(torch.float32), flows(torch.float32), numbers(0.7, weight_decay, True)
     lists = {name: [laid_out(x, "transposed") for x in xs] for name, xs in lists.items()}

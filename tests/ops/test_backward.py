@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.cases import kernels, needs_kernels
 from tests.ops.formulas import adam, adam_gradients, at_least_zero, rmsprop, rmsprop_gradients
+from tests.rows import each_row
 
 pytestmark = needs_kernels
 
@@ -52,7 +52,7 @@ def assert_same_edges(got: list[Tensor], expected: tuple, scale: Tensor | float 
         assert near[value.isfinite()].all()
 
 
-@pytest.mark.parametrize("eps_root", [0.0, 1e-3])
+@each_row("eps_root", [0.0, 1e-3])
 def test_adam_backward_at_the_edges_is_autograd(eps_root):
     du, g, m, v = edges(4)
     keep = ~(v < 0)
@@ -68,8 +68,8 @@ def test_adam_backward_at_the_edges_is_autograd(eps_root):
     assert ((got[0] - expected[0]).abs()[finite] <= (1e-12 * terms + 1e-323)[finite]).all()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("centered", [False, True])
+@each_row("momentum", [0.0, 0.9])
+@each_row("centered", [False, True])
 def test_rmsprop_backward_at_the_edges_is_autograd(centered, momentum):
     du, g, v, *rest = edges(3 + centered)
     keep = ~(v < 0)
@@ -99,7 +99,7 @@ def test_a_gradient_of_zero_gives_no_nan():
             torch.testing.assert_close(tensor, torch.full_like(zero, value))
 
 
-@pytest.mark.parametrize("op", ["adam", "rmsprop"])
+@each_row("op", ["adam", "rmsprop"])
 def test_the_whole_of_forward_and_backward_is_autograd(op):
     """The formula from its inputs on, not from its new averages, all three results used."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import kernels, needs_kernels
+from tests.rows import each_row
 
 pytestmark = needs_kernels
 
@@ -49,7 +50,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_row("name", BAD)
 def test_bad_lists_are_named_and_nothing_is_written(name):
     changes, message = BAD[name]
     args, lists = rmsprop_call(**changes)
@@ -89,7 +90,7 @@ def test_another_device_changes_nothing_on_this_one():
     assert (lists["params"][0] == 1).all()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("corrections", "message"),
     [
         (torch.ones(2).double(), r"adam: `corrections` must have the shape \(1, 2\); got \(2\)"),

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad, functional
 
 from tests.ops.cases import needs_kernels
+from tests.rows import each_row
 from torchopt_dist.ops._adam import adam
 
 DOUBLE = torch.float64
@@ -85,9 +86,9 @@ def test_forward_mode_of_what_requires_grad(fused, given):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("value", [1e-3, 4e-3, 2e-2])
+@each_row("dtype", [torch.float16, torch.bfloat16])
+@each_row("create_graph", [False, True])
+@each_row("value", [1e-3, 4e-3, 2e-2])
 def test_a_half_gradient_is_that_of_float32(dtype, create_graph, value):
     """The new average of squares is 0 in float16, and the kernel's forward does not know that."""
     found = []

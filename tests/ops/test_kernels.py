@@ -6,7 +6,6 @@ import math
 import random
 from dataclasses import replace
 
-import pytest
 import torch
 
 from tests.ops.cases import (
@@ -22,11 +21,12 @@ from tests.ops.cases import (
     random_case,
     threads,
 )
+from tests.rows import each_row
 
 pytestmark = needs_kernels
 
 
-@pytest.mark.parametrize("op", OPS)
+@each_row("op", OPS)
 def test_fuzz_against_the_formula(op):
     rng = random.Random(op)
     torch.manual_seed(rng.randrange(2**31))
@@ -37,8 +37,8 @@ def test_fuzz_against_the_formula(op):
         assert_only_read(there, call)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", OPS)
+@each_row("dtype", DTYPES)
+@each_row("op", OPS)
 def test_each_dtype_in_long_rows(op, dtype):
     torch.manual_seed(1)
     for seed in range(4):
@@ -53,8 +53,8 @@ MANY = [[65_536 + i] for i in range(36)], DTYPES * 9
 """Results of over 8 MiB, which go past the cache, in tensors too small to have just come from the system."""
 
 
-@pytest.mark.parametrize(("shapes", "dtypes"), [FEW, MANY], ids=["few", "many"])
-@pytest.mark.parametrize("op", OPS)
+@each_row(("shapes", "dtypes"), [FEW, MANY], ids=["few", "many"])
+@each_row("op", OPS)
 def test_threads_and_strides_make_no_difference(op, shapes, dtypes):
     """Bit for bit: no element's numbers depend on where it lies, on who works on it or on how it is written."""
     torch.manual_seed(2)
@@ -71,7 +71,7 @@ def test_threads_and_strides_make_no_difference(op, shapes, dtypes):
             assert all(torch.equal(*pair) for pair in zip(tensors, values, strict=True))
 
 
-@pytest.mark.parametrize("op", OPS)
+@each_row("op", OPS)
 def test_no_tensors(op):
     empty = case(op, random.Random(0), [[0], [2, 0]], [torch.float32] * 2)
     assert all(tensor.numel() == 0 for tensors in empty.run() for tensor in tensors)
@@ -102,7 +102,7 @@ def test_new_tensors_keep_the_strides_that_leave_no_gaps():
     assert [tensor.stride() for tensor in out] == [(1, 4), (3, 1), (1, 4), (3, 1), (3, 1), (3, 1)]
 
 
-@pytest.mark.parametrize("seed", range(5, 11))
+@each_row("seed", range(5, 11))
 def test_a_gradient_may_be_the_tensor_that_is_written(seed):
     call = case("rmsprop_", random.Random(seed), [[40]], [torch.float64])
     own = replace(call, lists={**call.lists, "grads": call.lists["params"]})
@@ -124,7 +124,7 @@ def test_an_infinite_parameter_does_not_reach_the_averages():
     assert param.isposinf().all()
 
 
-@pytest.mark.parametrize("op", OPS)
+@each_row("op", OPS)
 def test_schemas_name_what_is_written(op):
     call = case(op, random.Random(9), [[3], [2, 2]], [torch.float32] * 2)
     torch.library.opcheck(

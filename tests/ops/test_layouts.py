@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.cases import OPS, case, kernels, needs_kernels
+from tests.rows import each_row
 
 pytestmark = needs_kernels
 SHAPE = (2, 3, 4, 5)
@@ -50,8 +50,8 @@ def arguments(op: str, seed: int, x: Tensor) -> tuple[Any, ...]:
     return (*([x] if tensors else [] for tensors in call.lists.values()), *call.args)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", MAKING)
+@each_row("layout", LAYOUTS)
+@each_row("op", MAKING)
 def test_a_fake_is_laid_out_as_what_is_made(op, layout):
     x = LAYOUTS[layout]()
     wanted, kernel = torch.empty_like(x), getattr(kernels, op)
@@ -82,7 +82,7 @@ def test_any_strides_are_taken_as_torch_takes_them():
             assert tensor.stride() == torch.empty_like(x).stride(), (shape, strides)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@each_row("momentum", [0.0, 0.9])
 def test_each_tensor_takes_its_own_layout(momentum):
     """A moved parameter that of the parameter, if it is there, and a new sum that of the sum."""
     kinds = [LAYOUTS["channels last"](), torch.rand(SHAPE), torch.rand(1, 1, 1, 5).expand(SHAPE)]

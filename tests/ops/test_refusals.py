@@ -10,6 +10,7 @@ from torch import nn
 
 import torchopt_dist as todist
 from tests.ops.cases import needs_kernels
+from tests.rows import each_row
 from torchopt_dist.ops._adam import adam, adam_
 
 NUMBERS = {"b1": 0.9, "b2": 0.99, "eps": 1e-8}
@@ -67,7 +68,7 @@ def test_a_refused_step_changes_nothing(fused, wrong, error, place):
             assert x is wrong or torch.equal(x, y)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("name", OPTIMIZERS)
 def test_a_state_of_another_dtype_is_for_the_formula(name):
     kind, options = OPTIMIZERS[name]
     ends = []
@@ -83,7 +84,7 @@ def test_a_state_of_another_dtype_is_for_the_formula(name):
     torch.testing.assert_close(ends[1], ends[0])
 
 
-@pytest.mark.parametrize("fused", [False, None])
+@each_row("fused", [False, None])
 def test_sparse_gradients(fused):
     """Torch's SGD takes them, and so does ours; Adam and RMSprop have no formula for them."""
     start = torch.rand(5, 2)
@@ -110,7 +111,7 @@ def test_sparse_gradients_are_not_for_the_kernel():
         todist.SGD([p], lr=0.1, fused=True).step()
 
 
-@pytest.mark.parametrize("fused", ["yes", 0, 1])
+@each_row("fused", ["yes", 0, 1])
 def test_a_choice_that_is_none(fused):
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
@@ -126,7 +127,7 @@ def test_in_place_records_nothing_by_either_way():
         assert p.is_leaf
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "error", "said"),
     [
         ((torch.ones(2), [1.0], torch.ones(2)), TypeError, "`nu` must be a dense tensor .* got list"),

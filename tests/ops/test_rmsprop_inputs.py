@@ -12,6 +12,7 @@ from torch import nn
 import torchopt_dist as todist
 from tests.ops import formulas
 from tests.ops.cases import needs_kernels
+from tests.rows import each_row
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._rmsprop import rmsprop, rmsprop_
 
@@ -199,8 +200,8 @@ def test_hyper_parameters_that_are_tensors_have_derivatives():
     assert torch.autograd.gradgradcheck(compute, leaves)
 
 
-@pytest.mark.parametrize("centered", [False, True])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@each_row("centered", [False, True])
+@each_row("momentum", [0.0, 0.5])
 def test_an_optimizer_of_the_chain_goes_on_as_one_node(centered, momentum):
     """Saved by one, loaded by the other, with a frozen parameter, an unused one and a complex one."""
 

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from tests.ops.cases import DTYPES, needs_kernels
+from tests.rows import each_row
 from torchopt_dist.ops._sgd import sgd
 
 DOUBLE = torch.float64
@@ -72,7 +73,7 @@ def test_derivatives(options, params, fused):
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_row("options", OPTIONS)
 def test_the_node_saves_nothing_and_second_order_is_the_formula(options):
     compute, leaves = flat(options, fused=True)
     kept = []
@@ -122,8 +123,8 @@ def test_many_gradients_at_a_time(options, fused):
     torch.testing.assert_close(*jacobians)
 
 
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_row("fused", [None, False])
+@each_row("options", OPTIONS)
 def test_transformations(options, fused):
     compute, leaves = flat(options, fused=fused)
     leaves = [x.detach() for x in leaves]
@@ -144,7 +145,7 @@ def test_transformations(options, fused):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[6]], ids=str)
+@each_row("options", [OPTIONS[3], OPTIONS[6]])
 def test_forward_mode(options):
     compute, leaves = flat(options, fused=None)
     leaves = [x.detach() for x in leaves]
@@ -234,7 +235,7 @@ def test_nothing_given_is_overwritten_and_no_graph_is_made_unasked(options, fuse
         assert [t.item() for t in made[2]] == [1.0, 5.0]
 
 
-@pytest.mark.parametrize("numbers", OPTIONS, ids=str)
+@each_row("numbers", OPTIONS)
 def test_hyper_parameters_that_are_tensors_get_their_gradients(numbers):
     names = ["lr", *(name for name, value in numbers.items() if isinstance(value, float))]
     rest = {name: value for name, value in numbers.items() if name not in names}

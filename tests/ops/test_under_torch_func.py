@@ -7,6 +7,7 @@ import torch
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from tests.ops.cases import needs_kernels
+from tests.rows import each_row
 from torchopt_dist import ops
 from torchopt_dist.ops._adam import adam, adam_
 from torchopt_dist.ops._rmsprop import rmsprop
@@ -160,7 +161,7 @@ COLUMNS = {
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", COLUMNS)
+@each_row("name", COLUMNS)
 def test_what_no_gradient_flows_into_gets_none(name, given):
     """The second place's results are used for nothing."""
     columns = [[z.abs().requires_grad_() for z in given] for _ in range(4)]

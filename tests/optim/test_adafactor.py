@@ -29,8 +29,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("setting", SETTINGS)
+@each_row("dtype", [torch.float32, DOUBLE, torch.bfloat16])
+@each_row("setting", SETTINGS)
 def test_many_steps_are_torchs_by_every_face(setting, dtype):
     options = SETTINGS[setting]
     start = make(dtype)
@@ -95,7 +95,7 @@ def test_a_schedule_and_parameters_without_gradients():
     torch.testing.assert_close(*ends)
 
 
-@pytest.mark.parametrize("shape", [(3, 2), (4,)])
+@each_row("shape", [(3, 2), (4,)])
 def test_derivatives_through_two_steps(shape):
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(*shape, dtype=DOUBLE, generator=generator).requires_grad_()

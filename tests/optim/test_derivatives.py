@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-import pytest
 import torch
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -16,7 +15,7 @@ from tests.optim.table import CASES, ROWS
 from tests.rows import each_row
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_first_and_second_derivatives_through_three_steps(name, setting):
     row = ROWS[name]
     options = dict(row.options[setting])
@@ -32,7 +31,7 @@ def test_first_and_second_derivatives_through_three_steps(name, setting):
     assert gradgradcheck(after, (a, b), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_every_hyper_parameter_as_a_tensor_gets_its_gradient(name):
     row = ROWS[name]
     names, numbers = [], []
@@ -97,7 +96,7 @@ def test_vmap_and_func_grad(name):
             torch.testing.assert_close(got[task], expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@each_row("name", ROWS)
 def test_the_graph_stays_flat_over_cut_steps(name):
     row = ROWS[name]
     options = list(row.options.values())[-1]

@@ -42,7 +42,7 @@ def test_a_tensor_of_another_dtype_and_shape_will_do(cls, shape):
     torch.testing.assert_close(moved, trajectory(cls, w, 3, lr=0.05), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.Adamax, torch.optim.SGD])
+@each_row("cls", [torch.optim.Adam, torch.optim.Adamax, torch.optim.SGD])
 def test_complex_parameters(cls):
     start = torch.tensor([0.3 + 1j, -0.7 + 0.2j], dtype=torch.complex128)
     one, two = One(start.clone().requires_grad_()), nn.Parameter(start.clone())
@@ -142,7 +142,7 @@ def test_a_subclass_works():
     assert same(net, twin)
 
 
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Optimizer])
+@each_row("cls", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Optimizer])
 def test_a_class_that_is_not_differentiable_is_refused(cls):
     with pytest.raises(TypeError, match=f"take `differentiable=`, got {cls.__name__}; .* Adam,.* SGD$"):
         differentiable(cls, make())

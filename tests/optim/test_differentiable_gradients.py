@@ -43,7 +43,7 @@ def doubles():
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize(("cls", "options"), FORMS)
+@each_row(("cls", "options"), FORMS)
 def test_gradients_through_three_steps_to_order_two(doubles, cls, options):
     w = torch.tensor(W, requires_grad=True)
 
@@ -89,7 +89,7 @@ def test_options_given_as_tensors_get_their_gradients(doubles, cls):
     torch.testing.assert_close(moved(w, *tensors), trajectory(cls, w, steps, **numbers))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("cls", "name"),
     [
         (cls, name)
@@ -115,7 +115,7 @@ def test_making_an_optimizer_leaves_the_graph_behind_a_rate_alone():
     assert gradient != 0
 
 
-@pytest.mark.parametrize("cls", SMOOTH)
+@each_row("cls", SMOOTH)
 def test_where_a_gradient_is_zero_the_derivative_is_the_limit(doubles, cls):
     def slope(at):
         w = torch.full((1,), at, requires_grad=True)

@@ -22,8 +22,8 @@ from torchopt_dist.nn import extract_state_dict, recover_state_dict
 from torchopt_dist.optim.differentiable import differentiable
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("way", ["stop_gradient", "recover"])
+@each_row("cls", CLASSES)
+@each_row("way", ["stop_gradient", "recover"])
 def test_the_graph_stays_flat_over_cut_steps(cls, way):
     net, lr = make(), torch.tensor(0.01, requires_grad=True)
 
@@ -47,8 +47,8 @@ def test_a_recovered_optimizer_repeats_itself(cls):
     assert all(torch.equal(p, q) for p, q in zip(values(net), want, strict=True))
 
 
-@pytest.mark.parametrize("half", [0, 3])
-@pytest.mark.parametrize("cls", CLASSES)
+@each_row("half", [0, 3])
+@each_row("cls", CLASSES)
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(cls, half):
     assert_a_resumed_run_equals_an_unbroken_one(partial(differentiable, cls), half)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
+from tests.rows import each_row
 
 SETTINGS = [(name, setting) for name, row in ROWS.items() for setting in row.options]
 SHAPES = ((6, 4), (4, 2))
@@ -57,7 +58,7 @@ class Program:
         return [whole(tensor).detach() for tensor in self.params.values()]
 
 
-@pytest.mark.parametrize(("name", "setting"), SETTINGS)
+@each_row(("name", "setting"), SETTINGS)
 def test_dtensors_are_moved_as_plain_tensors(mesh, name, setting):
     row = ROWS[name]
     options = row.options[setting]

@@ -50,7 +50,7 @@ def test_many_steps_equal_the_twin(name, setting, dtype):
         torch.testing.assert_close(flat(net.parameters()), flat(twin.parameters()), **tolerance(dtype))
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_functional_and_meta_equal_the_class(name, setting):
     row = ROWS[name]
     options = row.options[setting]
@@ -76,7 +76,7 @@ def test_functional_and_meta_equal_the_class(name, setting):
         torch.testing.assert_close(flat(got), want, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_a_parameter_without_gradient_is_skipped_as_in_torch(name, setting):
     row = ROWS[name]
     options = row.options[setting]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.optim.graph import count_nodes
+from tests.rows import each_row
 from torchopt_dist.nn import module_clone, stop_gradient
 from torchopt_dist.optim import FuncOptimizer, sgd
 
@@ -32,7 +33,7 @@ def test_steps_are_connected_to_the_first_parameters():
     assert params["w"].tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("by_step", [False, True])
+@each_row("by_step", [False, True])
 def test_in_place_overwrites_and_records_nothing(by_step):
     params, free = start(), start()
     optimizer = FuncOptimizer(sgd(0.25, momentum=0.9), inplace=not by_step)
@@ -79,7 +80,7 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit():
         assert all(torch.equal(unbroken[name], again[name]) for name in unbroken)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "again", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o)), lambda o: module_clone(o, by="copy")]
 )
 def test_copies_go_on_alike_and_apart(again):

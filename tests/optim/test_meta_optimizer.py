@@ -84,7 +84,7 @@ def test_a_parameter_without_gradient_stays_and_keeps_its_momentum():
     assert optimizer.get_states()[0][1].momentum_buffer["0.weight"] is moment
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@each_row("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_compute_with_the_new_weights(kind):
     torch.manual_seed(0)
     net, x = kind(2, 3), torch.randn(4, 1, 2)
@@ -117,7 +117,7 @@ def test_two_modules_share_a_step():
     assert len(optimizer.get_states()) == 2
 
 
-@pytest.mark.parametrize("way", ["stop_gradient", "recover"])
+@each_row("way", ["stop_gradient", "recover"])
 def test_the_graph_stays_flat_over_a_thousand_cut_steps(way):
     net = make()
     optimizer = MetaSGD(net, 0.01, momentum=0.9)

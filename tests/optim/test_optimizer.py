@@ -59,7 +59,7 @@ def test_step_leaves_the_gradients_alone(options, maximize):
         assert all(torch.equal(grad, old) for grad, old in zip(held, before, strict=True))
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.3])
+@each_row("dampening", [0.0, 0.3])
 def test_a_parameter_without_gradient_stays_and_keeps_its_momentum(dampening):
     torch.manual_seed(0)
     grads = torch.randn(6, 2, 3)
@@ -99,9 +99,7 @@ def test_lr_scheduler_is_obeyed_as_in_torch():
     assert same(ours, twin)
 
 
-@pytest.mark.parametrize(
-    "lr", [0.1, lambda count: 0.1 * 0.9**count, torch.tensor(0.1)], ids=["float", "schedule", "tensor"]
-)
+@each_row("lr", [0.1, lambda count: 0.1 * 0.9**count, torch.tensor(0.1)], ids=["float", "schedule", "tensor"])
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(lr):
     options = {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}
     unbroken, resumed = make(), make()

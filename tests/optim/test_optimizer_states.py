@@ -149,7 +149,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("theirs", "ours", "option"), REFUSED)
+@each_row(("theirs", "ours", "option"), REFUSED)
 def test_what_only_torch_has_is_refused(theirs, ours, option):
     w = leaf()
     given = {} if theirs != ours else {option: True}
@@ -190,7 +190,7 @@ def test_what_changes_no_number_is_taken(name):
         assert ours.param_groups[0]["maximize"] is True
 
 
-@pytest.mark.parametrize("event", ["an option makes a state", "a parameter starts anew"])
+@each_row("event", ["an option makes a state", "a parameter starts anew"])
 def test_a_schedule_goes_on_where_a_parameter_lacks_its_state(event):
     a, b = leaf(size=1), leaf(size=1)
     made = todist.SGD if event == "an option makes a state" else todist.Adam
@@ -270,7 +270,7 @@ def test_a_count_is_made_up_where_torch_has_none():
     torch.testing.assert_close(v, w)
 
 
-@pytest.mark.parametrize("option", ["dampening", "momentum"])
+@each_row("option", ["dampening", "momentum"])
 def test_options_may_be_switched_off_and_on(option):
     """A gradient that comes meanwhile is the first one of its parameter if there is a momentum, to torch and here."""
     columns = []
@@ -289,7 +289,7 @@ def test_options_may_be_switched_off_and_on(option):
     torch.testing.assert_close(columns[1], columns[0])
 
 
-@pytest.mark.parametrize("option", [{"momentum": 0.5}, {"momentum": 0}, {"max_norm": 1.0}], ids=str)
+@each_row("option", [{"momentum": 0.5}, {"momentum": 0}, {"max_norm": 1.0}])
 def test_an_optimizer_of_a_transformation_refuses_options_of_a_group(option):
     impl, (name, value) = todist.sgd(1.0), *option.items()
     message = f"`{name}` must not be set for a group, as `impl` has its options already, got {value}"
@@ -557,7 +557,7 @@ def test_a_count_that_was_saved_as_a_number_goes_on(name):
     torch.testing.assert_close(*ends, **({"rtol": 0.03, "atol": 0.03} if name == "Muon" else {}))
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.1}], ids=str)
+@each_row("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.1}])
 def test_entries_of_the_users_stay_as_they_are(options):
     ends = []
     for home in (torch.optim, todist):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchopt_dist as todist
+from tests.rows import each_row
 
 SAVED = Path(__file__).parent / "saved" / "optimizers.pt.gz"
 """For each case pickles, a ``state_dict`` and a ``MetaOptimizer``'s after two steps, and the parameters after three."""
@@ -99,25 +100,21 @@ def saved():
     return torch.load(io.BytesIO(gzip.decompress(SAVED.read_bytes())))
 
 
-@pytest.fixture
-def held(saved, case):
-    return torch.load(io.BytesIO(saved[case]["pickled"]), weights_only=False)
+def held_and_after(saved, case):
+    return torch.load(io.BytesIO(saved[case]["pickled"]), weights_only=False), saved[case]["after"]
 
 
-@pytest.fixture
-def after(saved, case):
-    return saved[case]["after"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_state_of_a_function_goes_on(case, held, after):
+@each_row("case", CASES)
+def test_a_state_of_a_function_goes_on(saved, case):
+    held, after = held_and_after(saved, case)
     moved, state = step_of_function(faces(case)[0], held["params"], held["state"], 2)
     torch.testing.assert_close(moved, after)
     assert type(state) is type(held["state"])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "schedule" not in case])
-def test_a_pickled_optimizer_goes_on(case, held, after):
+@each_row("case", [case for case in CASES if "schedule" not in case])
+def test_a_pickled_optimizer_goes_on(saved, case):
+    held, after = held_and_after(saved, case)
     optimizer = held["optimizer"]
     assert type(optimizer) is faces(case)[1]
     params = optimizer.param_groups[0]["params"]
@@ -125,8 +122,9 @@ def test_a_pickled_optimizer_goes_on(case, held, after):
     torch.testing.assert_close([p.detach() for p in params], after)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_state_dict_goes_on(case, held, after):
+@each_row("case", CASES)
+def test_a_state_dict_goes_on(saved, case):
+    held, after = held_and_after(saved, case)
     _, plain, _, options = faces(case)
     params = [torch.nn.Parameter(p) for p in held["params"]]
     optimizer = plain(params, **options)
@@ -135,9 +133,10 @@ def test_a_state_dict_goes_on(case, held, after):
     torch.testing.assert_close([p.detach() for p in params], after)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("of", ["itself", "the plain class"])
-def test_a_meta_optimizer_goes_on(case, held, after, of):
+@each_row("case", CASES)
+@each_row("of", ["itself", "the plain class"])
+def test_a_meta_optimizer_goes_on(saved, case, of):
+    held, after = held_and_after(saved, case)
     _, _, meta_class, options = faces(case)
     module = torch.nn.ParameterList(held["params"])
     meta = meta_class(module, **options)

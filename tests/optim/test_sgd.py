@@ -74,7 +74,7 @@ DIFFERENTIABLE = [
 ]
 
 
-@pytest.mark.parametrize("options", DIFFERENTIABLE, ids=str)
+@each_row("options", DIFFERENTIABLE)
 def test_derivatives_through_three_functional_steps(options):
     torch.manual_seed(0)
     x = torch.randn(4, 2, dtype=torch.float64)
@@ -104,7 +104,7 @@ class Net(nn.Module):
         return loss_of((self.a, self.b), x)
 
 
-@pytest.mark.parametrize("options", DIFFERENTIABLE, ids=str)
+@each_row("options", DIFFERENTIABLE)
 def test_derivatives_through_three_meta_steps(options):
     torch.manual_seed(0)
     x = torch.randn(4, 2, dtype=torch.float64)

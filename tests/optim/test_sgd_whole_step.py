@@ -12,6 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchopt_dist as todist
 from tests.ops.cases import needs_kernels
+from tests.rows import each_row
 from torchopt_dist.optim.meta_optimizer import MetaOptimizer
 from torchopt_dist.transform.base import ChainedGradientTransformation
 from torchopt_dist.transform.trace import TraceState
@@ -120,7 +121,7 @@ def test_derivatives_through_three_steps(options, fused):
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", OPTIONS[3:], ids=str)
+@each_row("options", OPTIONS[3:])
 def test_the_first_sums_get_their_gradients(options):
     """They are leaves of a `MetaSGD`, so that one can learn them."""
     found = []
@@ -180,7 +181,7 @@ def test_a_kernel_that_is_demanded_is_used(monkeypatch):
         unrolled(todist.sgd(0.1, momentum))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@each_row("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_narrow_dtypes(dtype):
     """The kernel's outer gradients are those of float64 to the dtype's own rounding of three steps."""
     found = []
@@ -195,7 +196,7 @@ def test_narrow_dtypes(dtype):
     torch.testing.assert_close(found[1].double(), found[0], rtol=8 * eps, atol=2 * eps)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@each_row("momentum", [0.0, 0.9])
 def test_sparse_gradients(momentum):
     found = []
     for sparse in (True, False):

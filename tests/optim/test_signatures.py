@@ -75,7 +75,7 @@ def test_fused_has_one_name_and_tells_the_truth(monkeypatch):
         todist.Adam([w], eps_root=0.1, fused=True).step()  # torch's has no `eps_root`
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("args", "kwargs"), [((0.1,), {}), ((0.1, 0.9), {"fused": False}), ((), {"maximize": True, "lr": 0.2})]
 )
 def test_arguments_are_bound_as_inspect_binds_them(args, kwargs):

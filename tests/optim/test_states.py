@@ -60,7 +60,7 @@ def through_file(state):
     return torch.load(file)  # `weights_only=True` is its default
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(name, setting):
     row = ROWS[name]
     options = row.options[setting]
@@ -178,7 +178,7 @@ def test_a_state_follows_parameters_that_are_converted(name, dtype):
         assert {value.dtype for value in held.values() if value.ndim} == wide
 
 
-@pytest.mark.parametrize("way", ["to", "set_states", "load_state_dict"])
+@each_row("way", ["to", "set_states", "load_state_dict"])
 def test_a_converted_state_stays_in_the_graph(way):
     """By hand: ``m = 2 w`` at the first step, and ``w - 0.25 (2 w + 0.5 m)`` at the second, in double precision."""
     w = torch.tensor([1.0, 3.0], requires_grad=True)
@@ -198,7 +198,7 @@ def test_a_converted_state_stays_in_the_graph(way):
     assert optimizer.get_states()[0][1].momentum_buffer[0].dtype is torch.float64
 
 
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
+@each_row("cls", [torch.optim.Adam, torch.optim.SGD])
 def test_the_state_of_a_formula_of_torch_follows_its_module(cls):
     net = make()
     optimizer = todist.differentiable(

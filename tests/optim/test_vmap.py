@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import torchopt_dist as todist
 from tests.optim.programs import drawn
 from tests.optim.table import ROWS
+from tests.rows import each_row
 
 X = drawn(6, 8, 3, seed=0, dtype=torch.float64)
 Y = X.sum(2, keepdim=True).sin()
@@ -58,7 +59,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_row("name", OPTIMIZERS)
 def test_a_batch_of_inner_loops_equals_a_loop_over_them(name):
     net = make()
     params = [p for p in net.parameters() if p.requires_grad]
@@ -76,7 +77,7 @@ def test_a_batch_of_inner_loops_equals_a_loop_over_them(name):
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("way", ["stop_gradient", "snapshot", "deepcopy", "tree"])
+@each_row("way", ["stop_gradient", "snapshot", "deepcopy", "tree"])
 def test_a_graph_that_is_cut_inside_vmap_is_cut_as_in_a_loop(way):
     net = make()
     params = [p for p in net.parameters() if p.requires_grad]

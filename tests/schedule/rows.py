@@ -7,8 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import pytest
-
+from tests.rows import each_row
 from torchopt_dist.schedule import (
     cosine_decay,
     exponential_decay,
@@ -144,4 +143,4 @@ ROWS = {
     ),
 }
 
-every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+every_row = each_row("row", ROWS.values(), ids=ROWS)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.rows import each_row
 from torchopt_dist.schedule import (
     cosine_decay,
     exponential_decay,
@@ -80,7 +81,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("function", "args", "error", "message"), BAD)
+@each_row(("function", "args", "error", "message"), BAD)
 def test_bad_arguments_are_refused(function, args, error, message):
     with pytest.raises(error, match=message):
         function(*args)

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from tests.schedule.rows import every_row
 from torchopt_dist.schedule import (
     ScheduleLR,
@@ -57,7 +58,7 @@ def rates(scheduler, optimizer, steps):
 
 
 @every_row
-@pytest.mark.parametrize("cls", OPTIMIZERS)
+@each_row("cls", OPTIMIZERS)
 def test_the_rate_is_what_the_schedule_says(row, cls):
     schedule = row.make(**row.values)
     optimizer = cls([parameter()], lr=123.0)
@@ -101,7 +102,7 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize(("torchs", "schedule"), TWINS.values(), ids=TWINS)
+@each_row(("torchs", "schedule"), TWINS.values(), ids=TWINS)
 def test_torchs_own_schedulers(torchs, schedule):
     ours, theirs = torch.optim.SGD([parameter()], lr=9.0), torch.optim.SGD([parameter()], lr=0.4)
     got = rates(ScheduleLR(ours, schedule), ours, 10)
@@ -109,7 +110,7 @@ def test_torchs_own_schedulers(torchs, schedule):
     torch.testing.assert_close(ours.param_groups[0]["params"], theirs.param_groups[0]["params"])
 
 
-@pytest.mark.parametrize("cls", OPTIMIZERS)
+@each_row("cls", OPTIMIZERS)
 def test_groups_with_a_schedule_each(cls):
     optimizer = cls([{"params": [parameter()]}, {"params": [parameter()], "lr": 7.0}], lr=1.0)
     scheduler = ScheduleLR(optimizer, [linear_schedule(1.0, 0.0, 4), exponential_decay(0.5, 0.5)])
@@ -146,7 +147,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor_and_one_that_is_a_number_a_nu
     assert scheduler.get_last_lr()[0] is not lr
 
 
-@pytest.mark.parametrize("cls", OPTIMIZERS)
+@each_row("cls", OPTIMIZERS)
 def test_resumption_from_a_state_dict(cls):
     def begin():
         optimizer = cls([parameter()], lr=1.0)
@@ -179,7 +180,7 @@ def test_last_epoch_is_torchs():
     assert scheduler.get_last_lr() == [pytest.approx(0.6)]
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@each_row("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_pickle_and_deepcopy(again):
     optimizer = torch.optim.SGD([parameter()], lr=1.0)
     scheduler = ScheduleLR(optimizer, linear_schedule(1.0, 0.0, 4))
@@ -191,7 +192,7 @@ def test_pickle_and_deepcopy(again):
     assert scheduler.get_last_lr() == [0.5]
 
 
-@pytest.mark.parametrize("cls", OPTIMIZERS)
+@each_row("cls", OPTIMIZERS)
 def test_in_a_sequence(cls):
     optimizer = cls([parameter()], lr=0.8)
     parts = [ScheduleLR(optimizer, linear_schedule(0.1, 0.4, 3)), ExponentialLR(optimizer, 0.5)]
@@ -211,7 +212,7 @@ def constant(count):
     return 0.5
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("optimizer", "schedule", "error", "message"),
     [
         (None, constant, TypeError, "`optimizer` must be a torch.optim.Optimizer, got NoneType"),

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, jacrev, vmap
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from tests.schedule.rows import ROWS, every_row
 from torchopt_dist.schedule import exponential_decay, join_schedules, linear_schedule, polynomial_schedule
 
@@ -147,8 +148,8 @@ def test_torch_func(row):
         assert all(one.isfinite() for line in second.values() for one in line.values())
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "joined"])
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda schedule: pickle.loads(pickle.dumps(schedule))])
+@each_row("name", [name for name in ROWS if name != "joined"])
+@each_row("again", [copy.deepcopy, lambda schedule: pickle.loads(pickle.dumps(schedule))])
 def test_pickle_and_deepcopy(name, again):
     row = ROWS[name]
     schedule = again(row.make(**row.values))
@@ -158,7 +159,7 @@ def test_pickle_and_deepcopy(name, again):
     assert learned.item() == pytest.approx(row.closed(row.counts[1]))
 
 
-@every_row
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_traces_into_one_graph(row):
     torch.compiler.reset()  # all rows share the code that is compiled
     schedule = row.make(**row.values)
@@ -200,8 +201,8 @@ def test_growth_without_an_end_becomes_infinite():
     assert schedule(5000) == schedule(torch.tensor(5000.0)).item() == math.inf
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5000, torch.tensor(0.0), torch.tensor(5000.0)])
-@pytest.mark.parametrize("which", ["init_value", "decay_rate", "end_value"])
+@each_row("count", [0, 1, 2, 5000, torch.tensor(0.0), torch.tensor(5000.0)])
+@each_row("which", ["init_value", "decay_rate", "end_value"])
 def test_one_tensor_among_numbers_makes_a_tensor_of_its_precision(count, which):
     values = {"init_value": 0.7, "decay_rate": 0.5, "end_value": 0.1}
     learned = torch.tensor(values[which], requires_grad=True)
@@ -281,7 +282,7 @@ def test_a_compiled_update_with_a_schedule():
     assert torch.equal(updates[0], torch.full((2,), -0.375))
 
 
-@pytest.mark.parametrize("file", ["cosine", "exponential", "joined", "polynomial"])
+@each_row("file", ["cosine", "exponential", "joined", "polynomial"])
 def test_a_schedule_pickled_in_a_former_file_is_read(file: str) -> None:
     made = {
         "cosine": todist.schedule.cosine_decay(1.0, 4),

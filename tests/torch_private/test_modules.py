@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import torch_private as private
 from torchopt_dist.torch_private import modules
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "read"),
     [
         ("_parameters", private.parameters_of),

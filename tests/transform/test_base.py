@@ -7,6 +7,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils.checkpoint import checkpoint
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.optim import FuncOptimizer, Optimizer, adam, sgd
 from torchopt_dist.transform.base import (
@@ -53,7 +54,7 @@ def test_init_and_update_unpack():
     assert update([torch.ones(())], init([torch.ones(())]))[0][0].item() == 2.0
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
+@each_row("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
 def test_pickle_and_deepcopy(again):
     impl = again(chain(trace(0.9, dampening=0.1), scale(-0.1)))
     assert isinstance(impl, ChainedGradientTransformation)
@@ -84,7 +85,7 @@ def rebuilt_by_torch(impl):
     return torch_pytree.tree_map(lambda leaf: leaf, [impl])[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "again",
     [
         mapped,

@@ -8,6 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import jacrev, vmap
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from tests.rows import each_row
 from torchopt_dist.optim import FuncOptimizer, MetaOptimizer, Optimizer, adam
 from torchopt_dist.transform.base import EmptyState, chain
 from torchopt_dist.transform.clip import clip_grad_norm, clip_grad_value
@@ -41,9 +42,9 @@ def derivatives(output, inputs):
     return first, torch.autograd.grad(weighted, inputs)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e3, math.inf])
-@pytest.mark.parametrize("order", [*ORDERS, "inf", "-inf", 2])
+@each_row("recorded", [False, True])
+@each_row("max_norm", [0.0, 0.5, 1e3, math.inf])
+@each_row("order", [*ORDERS, "inf", "-inf", 2])
 def test_values_are_torchs(order, max_norm, recorded):
     grads = draw((3,), (2, 2), (), dtype=torch.float32)
     with torch.set_grad_enabled(recorded):
@@ -53,8 +54,8 @@ def test_values_are_torchs(order, max_norm, recorded):
         torch.testing.assert_close(one, other, rtol=2e-7, atol=0)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
+@each_row("order", ORDERS)
+@each_row(
     "dtypes",
     [
         (torch.float32, torch.bfloat16),
@@ -62,7 +63,6 @@ def test_values_are_torchs(order, max_norm, recorded):
         (torch.float16, torch.float16),
         (torch.float64, torch.complex64),
     ],
-    ids=str,
 )
 def test_mixed_and_complex_dtypes_are_as_in_torch(dtypes, order):
     grads = [torch.tensor([3.0, -2.0]).to(dtypes[0]), torch.tensor([2.0, 1.5]).to(dtypes[1])]
@@ -76,7 +76,7 @@ def test_mixed_and_complex_dtypes_are_as_in_torch(dtypes, order):
         torch.testing.assert_close(one, grad.clone().mul_(factor), rtol=1e-7, atol=0)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@each_row("bad", [math.nan, math.inf])
 def test_a_norm_that_is_not_finite_clips_as_in_torch_or_is_an_error(bad):
     grads = [torch.tensor([1.0, bad]), torch.tensor([2.0])]
     for one, other in zip(
@@ -95,8 +95,8 @@ def test_the_anchor_a_norm_clipped_to_a_constant_has_no_derivative_along_the_gra
     assert slope.abs().max() < 1e-6  # a norm held constant would give 1/5 of the direction
 
 
-@pytest.mark.parametrize("max_norm", [0.7, 1e3], ids=["clipped", "within"])
-@pytest.mark.parametrize("order", [0.0, *SMOOTH])
+@each_row("max_norm", [0.7, 1e3], ids=["clipped", "within"])
+@each_row("order", [0.0, *SMOOTH])
 def test_derivatives(order, max_norm):
     grads = draw((3,), (2, 2), requires_grad=True)
     limit = torch.tensor(max_norm, dtype=torch.float64, requires_grad=True)
@@ -108,7 +108,7 @@ def test_derivatives(order, max_norm):
     assert gradgradcheck(clipped, (limit, *grads))
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+@each_row("order", [1.0, 2.0, 3.0, math.inf])
 def test_derivatives_of_complex_gradients(order):
     grads = draw((2,), (2,), dtype=torch.complex128, requires_grad=True)
 
@@ -131,9 +131,9 @@ def test_derivatives_where_one_gradient_is_all_zeros():
     assert gradgradcheck(clipped, grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
-@pytest.mark.parametrize("max_norm", [0.0, 1.0])
-@pytest.mark.parametrize("order", ORDERS)
+@each_row("dtype", [torch.float32, torch.complex64])
+@each_row("max_norm", [0.0, 1.0])
+@each_row("order", ORDERS)
 def test_derivatives_are_finite_where_all_gradients_are_zero(order, max_norm, dtype):
     grads = [
         torch.zeros(2, dtype=dtype, requires_grad=True),
@@ -149,7 +149,7 @@ def test_derivatives_are_finite_where_all_gradients_are_zero(order, max_norm, dt
     assert torch.equal(first[1], torch.full_like(first[1], max_norm * factor))
 
 
-@pytest.mark.parametrize("order", [0.5, 1.0, 1.5, 2.0, 3.0, math.inf])
+@each_row("order", [0.5, 1.0, 1.5, 2.0, 3.0, math.inf])
 def test_derivatives_are_finite_where_some_entries_are_zero(order):
     grads = [torch.tensor([0.0, 3.0, -4.0], requires_grad=True), torch.zeros(2, requires_grad=True)]
     first, second = derivatives(sum(part.sum() for part in apply(clip_grad_norm(1.0, order), *grads)), grads)
@@ -173,7 +173,7 @@ def test_entries_that_share_the_largest_size_get_equal_parts():
     torch.testing.assert_close(slopes[1], torch.tensor([-1 / 12]), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("size", [1e-4, 1.0, 1e18])
+@each_row("size", [1e-4, 1.0, 1e18])
 def test_derivatives_neither_overflow_nor_vanish(size):
     w = torch.tensor([3.0, 4.0]).mul(size).requires_grad_()
     (clipped,) = apply(clip_grad_norm(size), w)
@@ -190,7 +190,7 @@ def test_half_precision_has_derivatives_to_its_precision():
     torch.testing.assert_close(slope, want, rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("dtype", "order"),
     [
         (torch.bfloat16, 1.0),  # in float16 this norm is above the largest number, in torch too
@@ -209,7 +209,7 @@ def test_many_entries_in_half_precision(dtype, order):
     assert slope.isfinite().all()
 
 
-@pytest.mark.parametrize("order", [2.0, math.inf])
+@each_row("order", [2.0, math.inf])
 def test_a_limit_of_infinity_changes_nothing(order):
     (w,) = draw((3,), requires_grad=True)
     (same,) = apply(clip_grad_norm(math.inf, order), w)
@@ -239,7 +239,7 @@ def test_gradients_are_not_overwritten():
     assert torch.equal(grad, torch.tensor([3.0, 4.0]))
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+@each_row("order", [1.0, 2.0, math.inf])
 def test_func_hessian_equals_autograds(order):
     (w,) = draw((4,))
 
@@ -249,7 +249,7 @@ def test_func_hessian_equals_autograds(order):
     torch.testing.assert_close(jacrev(jacrev(clipped))(w), torch.autograd.functional.hessian(clipped, w))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "impl", [clip_grad_norm(0.5), clip_grad_norm(0.5, "inf"), clip_grad_value(0.5)], ids=["2", "inf", "value"]
 )
 def test_vmap_equals_a_loop(impl):
@@ -272,8 +272,8 @@ def test_compiles_into_one_graph_forward_and_backward(impl):
     torch.testing.assert_close(torch.autograd.grad(got, grads), torch.autograd.grad(want, grads))
 
 
-@pytest.mark.parametrize("impl", [clip_grad_norm(0.5, "inf"), clip_grad_value(0.5)], ids=["norm", "value"])
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
+@each_row("impl", [clip_grad_norm(0.5, "inf"), clip_grad_value(0.5)], ids=["norm", "value"])
+@each_row("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
 def test_copies_and_pickles(impl, again):
     grads = draw((3,), (2,))
     assert all(
@@ -281,7 +281,7 @@ def test_copies_and_pickles(impl, again):
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("impl", "twin_of"),
     [(scale(-0.1), torch.optim.SGD), (adam(0.1), torch.optim.Adam)],
     ids=["sgd", "adam"],
@@ -319,7 +319,7 @@ def test_a_meta_gradient_goes_through_the_norm():
     assert torch.autograd.grad(net.weight.sum(), a)[0].abs() < 1e-5
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("args", "error", "message"),
     [
         ((-1,), ValueError, "`max_norm` must be at least 0, got -1"),
@@ -336,8 +336,8 @@ def test_bad_arguments_of_clip_grad_norm_are_refused(args, error, message):
         clip_grad_norm(*args)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("limit", [0.0, 0.5, math.inf])
+@each_row("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@each_row("limit", [0.0, 0.5, math.inf])
 def test_clamped_values_are_torchs_bit_for_bit(limit, dtype):
     grads = [*draw((5,), (2, 2), dtype=dtype), torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)]
     want = by_torch(clip_grad_value_, grads, limit)
@@ -375,7 +375,7 @@ def test_clamping_leaves_none_alone():
     assert updates == [None, torch.ones(1)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "error", "message"),
     [
         (-1, ValueError, "`clip_value` must be at least 0, got -1"),

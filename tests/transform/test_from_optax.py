@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchopt_dist as todist
 from tests.optim.programs import DOUBLE, losses, make
+from tests.rows import each_row
 from torchopt_dist.transform import (
     adaptive_grad_clip,
     add_noise,
@@ -46,8 +47,8 @@ def plain(impl: Any, dtype: torch.dtype = DOUBLE, count: int = 8) -> tuple[nn.Mo
     return net, optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.complex64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [name for name in WRAPPED if name != "noise"])  # whose leaves have places
+@each_row("dtype", [torch.float32, DOUBLE, torch.complex64, torch.bfloat16])
+@each_row("name", [name for name in WRAPPED if name != "noise"])  # whose leaves have places
 def test_in_place_and_differentiable_and_copied_are_the_same(name: str, dtype: torch.dtype) -> None:
     wanted, _ = plain(WRAPPED[name](), dtype)
     begun = make(dtype)
@@ -62,7 +63,7 @@ def test_in_place_and_differentiable_and_copied_are_the_same(name: str, dtype: t
         assert p.dtype is dtype
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@each_row("name", WRAPPED)
 def test_a_run_that_is_saved_and_loaded_goes_on(name: str) -> None:
     wanted, _ = plain(WRAPPED[name](), count=8)
     net, saved = make(DOUBLE), None
@@ -79,7 +80,7 @@ def test_a_run_that_is_saved_and_loaded_goes_on(name: str) -> None:
         torch.testing.assert_close(p, q, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("decay", [None, 0.7])
+@each_row("decay", [None, 0.7])
 def test_averages_are_those_of_torch(decay: float | None) -> None:
     impl = todist.chain(todist.sgd(lr=0.05, momentum=0.9), average_params(decay))
     net = make(DOUBLE)
@@ -107,8 +108,8 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("adjoint", ADJOINTS, ids=str)
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@each_row("adjoint", ADJOINTS)
+@each_row("name", DIFFERENTIABLE)
 def test_derivatives_are_those_of_differences_to_order_2(name: str, adjoint: Any) -> None:
     data = torch.tensor([[1.0, 0.5], [-0.3, 2.0], [0.8, 0.1]], dtype=DOUBLE)
 
@@ -189,7 +190,7 @@ def test_zero_updates_leave_a_part_where_it_is() -> None:
     assert set_to_zero().update({"a": None}, set_to_zero().init(params))[0] == {"a": None}
 
 
-@pytest.mark.parametrize("name", ["lookahead", "schedule free", "average"])
+@each_row("name", ["lookahead", "schedule free", "average"])
 def test_a_parameter_without_a_gradient_keeps_its_state_and_params_are_needed(name: str) -> None:
     impl = WRAPPED[name]()
     params = {"a": torch.ones(2), "b": torch.ones(2)}
@@ -207,7 +208,7 @@ def test_a_parameter_without_a_gradient_keeps_its_state_and_params_are_needed(na
         (impl.transformations[-1] if name == "average" else impl).update(params, (), params=params)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "kind", "told"),
     [
         (

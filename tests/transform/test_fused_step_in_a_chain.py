@@ -9,6 +9,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.optim.table import CASES, ROWS
+from tests.rows import each_row
 from torchopt_dist.transform import add_decayed_weights, clip_grad_norm, clip_grad_value, trace
 from torchopt_dist.transform.apply_updates import differentiable_step, step_in_place
 from torchopt_dist.transform.base import ChainedGradientTransformation
@@ -51,9 +52,9 @@ def counted(impl, calls):
     return ChainedGradientTransformation(*impl.transformations, fused_step=replace(steps, **noted))
 
 
-@pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("prefix", PREFIXES)
+@each_row("rate", RATES)
+@each_row("name", OPTIMIZERS)
+@each_row("prefix", PREFIXES)
 def test_a_fused_step_gives_the_numbers_of_the_links(prefix, name, rate):
     impl = todist.chain(*PREFIXES[prefix], todist.chain(OPTIMIZERS[name](RATES[rate])))
     calls = []
@@ -78,7 +79,7 @@ def test_a_fused_step_gives_the_numbers_of_the_links(prefix, name, rate):
     assert calls == ["in_place", "differentiable"] * 3
 
 
-@pytest.mark.parametrize("around", ["nothing", "vmap", "func.grad"])
+@each_row("around", ["nothing", "vmap", "func.grad"])
 def test_a_learned_schedule_gets_its_gradient_from_the_links(around):
     """The links run where a schedule's value has a graph, which the fused step does not take."""
 
@@ -113,8 +114,8 @@ def test_a_chain_that_goes_on_after_an_optimizer_has_no_fused_step():
     assert impl.fused_step.differentiable is None
 
 
-@pytest.mark.parametrize("clip", [clip_grad_norm(0.3), clip_grad_norm(0.3, "inf"), clip_grad_value(0.1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row("clip", [clip_grad_norm(0.3), clip_grad_norm(0.3, "inf"), clip_grad_value(0.1)])
+@each_row("dtype", [torch.float32, torch.bfloat16])
 def test_clipping_without_a_graph_gives_the_numbers_of_clipping_with_one(clip, dtype):
     grads = [torch.linspace(-2, 1, 5, dtype=dtype), torch.ones((), dtype=dtype)]
     recorded, _ = clip.update(grads, clip.init(grads))
@@ -125,7 +126,7 @@ def test_clipping_without_a_graph_gives_the_numbers_of_clipping_with_one(clip, d
     )
 
 
-@pytest.mark.parametrize(("name", "setting"), CASES)
+@each_row(("name", "setting"), CASES)
 def test_a_step_of_gradients_alone_is_the_same_wherever_the_parameters_are(name, setting):
     row = ROWS[name]
     impl = row.function(**row.options[setting])

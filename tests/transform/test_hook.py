@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
+from tests.rows import each_row
 from torchopt_dist.optim import FuncOptimizer, MetaOptimizer, Optimizer
 from torchopt_dist.transform.base import EmptyState, chain
 from torchopt_dist.transform.hook import nan_to_num_hook, register_hook, zero_nan_hook
@@ -79,7 +80,7 @@ def test_func_grad_and_vmap():
     assert torch.equal(vmap(grad(loss))(x), 4 * x)
 
 
-@pytest.mark.parametrize("hook", [zero_nan_hook, nan_to_num_hook(0.0, 9.0)])
+@each_row("hook", [zero_nan_hook, nan_to_num_hook(0.0, 9.0)])
 def test_a_meta_gradient_is_repaired(hook):
     """A loss beyond the step whose gradient is NaN in one entry: without the hook, the whole of ``lr`` is lost."""
     lr = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
@@ -107,8 +108,8 @@ def test_it_runs_in_every_optimizer():
     assert p.tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
-@pytest.mark.parametrize("hook", [zero_nan_hook, nan_to_num_hook(5.0)])
+@each_row("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
+@each_row("hook", [zero_nan_hook, nan_to_num_hook(5.0)])
 def test_copies_and_pickles(hook, again):
     a = torch.ones(1, requires_grad=True)
     updates, _ = again(register_hook(hook)).update(a, EmptyState())
@@ -123,7 +124,7 @@ def test_zero_nan_hook():
     assert torch.equal(vmap(zero_nan_hook)(torch.tensor([[math.nan], [1.0]])), torch.tensor([[0.0], [1.0]]))
 
 
-@pytest.mark.parametrize("args", [(), (1.0,), (1.0, 2.0, -3.0)])
+@each_row("args", [(), (1.0,), (1.0, 2.0, -3.0)])
 def test_nan_to_num_hook_is_torchs(args):
     wild = torch.tensor([math.nan, math.inf, -math.inf, 2.0])
     assert torch.equal(nan_to_num_hook(*args)(wild), torch.nan_to_num(wild, *(args or (0.0,))))

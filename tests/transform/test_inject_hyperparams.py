@@ -11,6 +11,7 @@ import torch
 
 import torchopt_dist as todist
 from tests.optim.table import ROWS
+from tests.rows import each_row
 from torchopt_dist.transform import inject_hyperparams
 
 DOUBLE = torch.float64
@@ -37,7 +38,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "argument"), NUMBERS)
+@each_row(("name", "argument"), NUMBERS)
 def test_any_number_may_be_a_schedule(name, argument):
     """Each update is that of a transformation made with this number."""
     row = ROWS[name]
@@ -80,7 +81,7 @@ def test_what_is_static_is_passed_on():
     assert impl.init(W).hyperparams.keys() == {"lr"}
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@each_row("again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_it_is_copied_and_resumed_with_its_state(again):
     impl = inject_hyperparams(todist.adam)(lr=falling)
     _, state = run(impl, 2)
@@ -112,7 +113,7 @@ def test_a_learned_schedule_gets_its_gradient():
     torch.testing.assert_close(torch.func.vmap(moved)(peaks), torch.stack([moved(one) for one in peaks]))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("make", "error", "message"),
     [
         (lambda: inject_hyperparams(0.1), TypeError, "`constructor` must be callable, got float"),

@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import grad, vmap
 
 import torchopt_dist as todist
+from tests.rows import each_row
 from torchopt_dist import pytree
 from torchopt_dist.optim import (
     FuncOptimizer,
@@ -82,7 +83,7 @@ def through_file(state):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("mask", [{"w": True, "b": False}, matrices], ids=["tree", "function"])
+@each_row("mask", [{"w": True, "b": False}, matrices], ids=["tree", "function"])
 def test_leaves_that_are_not_chosen_pass_through_and_have_no_state(mask):
     impl = masked(trace(0.5), mask)
     state = impl.init(PARAMS)
@@ -95,7 +96,7 @@ def test_leaves_that_are_not_chosen_pass_through_and_have_no_state(mask):
     assert state.inner_state.momentum_buffer["b"] is None
 
 
-@pytest.mark.parametrize("choice", [True, False])
+@each_row("choice", [True, False])
 def test_one_answer_for_all(choice):
     impl = masked(sgd(0.5, momentum=0.9, weight_decay=0.1), {"w": choice, "b": choice})
     updates, _ = impl.update(GRADS, impl.init(PARAMS), params=PARAMS)
@@ -108,7 +109,7 @@ def test_no_mask_is_the_transformation_itself():
     assert masked(inner) is inner
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("inner", "expected"),
     [
         (scale(3.0), 3.0),
@@ -165,10 +166,9 @@ def test_in_optimizer_as_torch_with_two_groups_also_resumed():
     assert_same(resumed.parameters(), twin.parameters())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "constructor",
     [sgd, adam, adamw, adamax, radam, rmsprop, adagrad, adadelta, adan],
-    ids=lambda f: f.__name__,
 )
 def test_a_masked_optimizer_is_one_that_has_only_those_parameters(constructor):
     torch.manual_seed(0)
@@ -254,7 +254,7 @@ def test_compiles_into_one_graph():
     assert torch.equal(updates["w"], GRADS["w"])
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
+@each_row("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
 def test_copies_and_pickles(again):
     impl = again(masked(scale(3.0), matrices))
     updates, _ = impl.update(GRADS, impl.init(PARAMS), params=PARAMS)
@@ -280,7 +280,7 @@ def test_bad_arguments_are_refused():
         impl.update(GRADS, state.inner_state, params=PARAMS)
 
 
-@pytest.mark.parametrize("patterns", ["*.weight", ["0.weight", "2.wei*"], ("*.weight", "0.weight")])
+@each_row("patterns", ["*.weight", ["0.weight", "2.wei*"], ("*.weight", "0.weight")])
 def test_a_pattern_of_names_is_the_tree_of_bools(patterns):
     net = make()
     moved = []

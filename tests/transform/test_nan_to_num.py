@@ -40,7 +40,7 @@ def test_none_stays_none_and_nothing_is_overwritten():
     assert wild[0].isnan()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@each_row("dtype", [torch.float64, torch.complex128])
 def test_derivatives(dtype):
     torch.manual_seed(0)
     x = torch.randn(3, dtype=dtype, requires_grad=True)
@@ -76,12 +76,12 @@ def test_compiles_into_one_graph():
     assert torch.equal(updates["a"], torch.tensor([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
+@each_row("again", [copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
 def test_copies_and_pickles(again):
     assert apply(again(nan_to_num(3.0)), torch.tensor(math.nan))[0].item() == 3.0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("args", "message"),
     [
         ((None,), "`nan` must be a number, got NoneType"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from functools import partial
 
-import pytest
 import torch
 
 import torchopt_dist as todist
 from tests.diff.data_parallel_faults import WHOLE
+from tests.rows import each_row
 from torchopt_dist import pytree, transform
 from torchopt_dist.transform.base import is_of_elements, link_of_whole
 
@@ -68,7 +68,7 @@ def part(tensors):
     return [tensor.reshape(-1)[1:4].clone() for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@each_row("name", PLAIN)
 def test_what_is_declared_moves_a_part_as_the_whole(name):
     impl = PLAIN[name]
     assert link_of_whole(impl) is None
@@ -78,7 +78,7 @@ def test_what_is_declared_moves_a_part_as_the_whole(name):
         torch.testing.assert_close(part(whole), of_these)
 
 
-@pytest.mark.parametrize("name", [name for name, impl in {**PLAIN, **NORMS}.items() if is_of_elements(impl)])
+@each_row("name", [name for name, impl in {**PLAIN, **NORMS}.items() if is_of_elements(impl)])
 def test_what_is_declared_moves_one_vector_as_the_tensors(name):
     impl = {**PLAIN, **NORMS}[name]
     params, grads = drawn()
@@ -91,7 +91,7 @@ def test_what_is_declared_moves_one_vector_as_the_tensors(name):
         torch.testing.assert_close(flat(whole), of_these)
 
 
-@pytest.mark.parametrize("name", [*WHOLE, *NORMS])
+@each_row("name", [*WHOLE, *NORMS])
 def test_what_needs_whole_tensors_is_not_declared(name):
     assert link_of_whole({**WHOLE, **NORMS}[name]) is not None
     assert name in NORMS or not is_of_elements(WHOLE[name])
@@ -106,7 +106,7 @@ class ByDimensions:
         return by_dimensions(2, params)
 
 
-@pytest.mark.parametrize("mask", [partial(by_dimensions, 2), ByDimensions(), lambda p: by_dimensions(2, p)])
+@each_row("mask", [partial(by_dimensions, 2), ByDimensions(), lambda p: by_dimensions(2, p)])
 def test_a_mask_that_is_called_is_one_of_shapes_whatever_it_is(mask):
     for link in (transform.add_decayed_weights(0.1, mask), transform.masked(todist.sgd(0.1), mask)):
         assert link_of_whole(link) is not None
@@ -130,7 +130,7 @@ def test_a_link_of_ones_own_is_declared():
     assert not is_of_elements(other)
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, torch.nn.ParameterDict])
+@each_row("kind", [dict, OrderedDict, torch.nn.ParameterDict])
 def test_a_rate_for_each_parameter_is_one_whatever_the_mapping_is(kind):
     rates = kind({"w": torch.full((2, 2), 0.5), "b": torch.full((2,), 0.1)})
     for link in (transform.scale_by_learning_rate(rates), transform.add_decayed_weights(rates)):

@@ -3,6 +3,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import vmap
 
+from tests.rows import each_row
 from torchopt_dist.transform.trace import TraceState, trace
 
 
@@ -28,7 +29,7 @@ def test_dampening_begins_at_the_second_gradient_of_each_leaf():
     assert out[1][0].item() == 1.25
 
 
-@pytest.mark.parametrize("dampening", [0.0, 0.25])
+@each_row("dampening", [0.0, 0.25])
 def test_none_skips_a_leaf_and_keeps_its_momentum(dampening):
     impl = trace(0.5, dampening)
     grads = {"a": torch.tensor(2.0), "b": torch.tensor(2.0)}
@@ -56,7 +57,7 @@ def test_update_is_pure_where_a_graph_is_recorded_or_not_in_place():
     assert torch.equal(state.momentum_buffer[0], torch.ones(2))
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@each_row("nesterov", [False, True])
 def test_in_place_overwrites_the_state_and_never_the_gradient(nesterov):
     impl = trace(0.5, nesterov=nesterov)
     buffer, grad = torch.ones(2), torch.ones(2)
@@ -67,7 +68,7 @@ def test_in_place_overwrites_the_state_and_never_the_gradient(nesterov):
     assert torch.equal(grad, torch.ones(2))
 
 
-@pytest.mark.parametrize(("dampening", "nesterov"), [(0.0, False), (0.3, False), (0.0, True)])
+@each_row(("dampening", "nesterov"), [(0.0, False), (0.3, False), (0.0, True)])
 def test_derivatives_with_respect_to_gradients_momentum_and_first_moment(dampening, nesterov):
     torch.manual_seed(0)
     grads = [torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -92,7 +93,7 @@ def test_moment_requires_grad_makes_leaves():
     assert not trace(0.9).init(params).momentum_buffer[0].requires_grad
 
 
-@pytest.mark.parametrize(("dampening", "nesterov"), [(0.0, False), (0.3, False), (0.0, True)])
+@each_row(("dampening", "nesterov"), [(0.0, False), (0.3, False), (0.0, True)])
 def test_vmap_equals_a_loop(dampening, nesterov):
     torch.manual_seed(0)
     impl = trace(0.9, dampening, nesterov)
@@ -116,7 +117,7 @@ def test_compiles_into_one_graph(dampening):
     assert torch.equal(got["a"], want["a"])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kwargs", "message"),
     [
         ({"momentum": -0.1}, "`momentum` must be at least 0, got -0.1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.rows import each_row
 from torchopt_dist.distributed.serialization import frames
 from torchopt_dist.distributed.serialization.wire import ALIGNMENT
 
@@ -17,7 +18,7 @@ def _in_small_pieces(monkeypatch):
     monkeypatch.setattr(frames, "PIECE", PIECE)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@each_row("size", SIZES)
 def test_a_frame_is_joined_where_a_tensor_would_begin(size):
     frame = memoryview(bytearray(range(size)))
     pieces = [*frames.in_pieces([frame])]
@@ -30,7 +31,7 @@ def test_a_frame_is_joined_where_a_tensor_would_begin(size):
         assert memory.flags.writeable
 
 
-@pytest.mark.parametrize("kind", [bytes, lambda frame: memoryview(bytearray(frame))], ids=["bytes", "memory"])
+@each_row("kind", [bytes, lambda frame: memoryview(bytearray(frame))], ids=["bytes", "memory"])
 def test_frames_of_all_sizes_follow_one_another(kind):
     sent = [kind(bytes([number] * size)) for number, size in enumerate([*SIZES, *reversed(SIZES)])]
     assert [*map(bytes, frames.joined(frames.in_pieces(sent)))] == [*map(bytes, sent)]

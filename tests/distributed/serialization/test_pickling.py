@@ -154,7 +154,7 @@ def test_other_arrays_travel_in_the_pickle(array):
     np.testing.assert_array_equal(got, array)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, str])
+@each_row("kind", [bytes, bytearray, str])
 def test_long_bytes_arrive_as_they_were_packed_and_stay_one_object(kind):
     size = 2_000_000
     long = "é" * (size // 2) if kind is str else kind(bytes(range(250)) * (size // 250))
@@ -174,7 +174,7 @@ def test_long_bytes_arrive_as_they_were_packed_and_stay_one_object(kind):
     assert letter == "a"
 
 
-@pytest.mark.parametrize("op", [torch.ops.aten.relu, torch.ops.aten.slice.Tensor], ids=str)
+@each_row("op", [torch.ops.aten.relu, torch.ops.aten.slice.Tensor])
 def test_what_is_under_torch_ops_travels_by_its_name(op):
     assert travel([op])[0] == [op]
     names = {"op": op}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.rows import each_row
@@ -21,7 +20,7 @@ def test_of_a_part_of_a_storage_no_more_than_that_is_sent_and_it_is_not_copied(d
     assert torch.equal(buffer, torch.zeros(1 << 17, dtype=dtype))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "part",
     [
         lambda x: x[:, 1],
