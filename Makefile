@@ -68,6 +68,7 @@ test: $(STAMP) ## install, then the tests, but for those that are left to `make 
 
 nightly: $(STAMP) ## the other tests: rows of products that `make test` leaves out, whole experiments, builds
 	$(PYTEST) -m nightly $(ARGS)
+	if command -v nvcc; then $(BIN)/python setup.py compile_cuda --architectures="8.0;9.0"; fi
 
 quick: $(STAMP) ## the tests that start no processes and compile nothing
 	TODIST_FUZZ_SEED=0 TODIST_FUZZ_LOOPS=5 $(PYTEST) -m "not processes and not compiles and not nightly" $(ARGS)

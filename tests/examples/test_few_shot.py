@@ -26,7 +26,7 @@ def accuracies(printed: str) -> list[tuple[str, str, float, float]]:
 def test_one_process_and_two_workers_learn_the_same(tmp_path: Path, learns: bool) -> None:
     alone, pair = tmp_path / "alone.png", tmp_path / "new" / "pair.png"
     steps = 22 if learns else 2
-    short = (*SCRIPTS, "--steps", steps, "--tasks", 2, "--test-tasks", 20)
+    short = (*SCRIPTS, "--steps", steps, "--tasks", 2, "--test-tasks", 8)
     first = run_python(EXAMPLE, *short, "--output", alone)
     words = (*short, "--output", pair, "--tensorboard", tmp_path / "curves")
     second = torchrun("--standalone", "--nproc_per_node=2", EXAMPLE, *words)
