@@ -114,19 +114,16 @@ class RPCTransport(Transport):
         return bool(self._device_maps.get(self._host.names[worker]))
 
     def _start(
-        self, worker: int, fields: _Fields, timeout: float, future: Future[Message], function: str
+        self, worker: int, fields: _Fields, timeout: float, future: Future[Message], name: str
     ) -> None:
-        def failed(reason: str) -> None:  # outside of `except`, or users would see torch's exception as well
-            self._failed(worker, reason, timeout, future, function)
-
         def arrived(done: torch.futures.Future[_Fields]) -> None:
             reason = ""
             try:
                 reply = done.value()
             except Exception as error:
                 reason = str(error) or type(error).__name__
-            if reason:
-                failed(reason)
+            if reason:  # outside of `except`, or users would see torch's exception as well
+                self._failed(worker, reason, timeout, future, name)
                 return
             try:
                 future.set_result(_message(reply))
@@ -140,15 +137,13 @@ class RPCTransport(Transport):
         else:
             sent.add_done_callback(arrived)
             return
-        failed(reason)
+        self._failed(worker, reason, timeout, future, name)
 
-    def _failed(
-        self, worker: int, reason: str, timeout: float, future: Future[Message], function: str
-    ) -> None:
-        """Settle the future with the exception for the text of an error of torch's RPC, which shows what it is."""
+    def _failed(self, worker: int, reason: str, timeout: float, future: Future[Message], name: str) -> None:
+        """Settle the future with the exception for the text of an error of torch's RPC, in a call of this name."""
         member = self._host.members[worker]
         if "RPC ran for more than set timeout" in reason:
-            future.set_exception(late(function, member.name, timeout))
+            future.set_exception(late(name, member.name, timeout))
             return
         broken = disconnected(member, reason.partition("\n")[0])
 
