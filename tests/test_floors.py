@@ -286,3 +286,15 @@ def test_no_file_is_called_utils_or_helpers() -> None:
     folders = ("torchopt_dist", "csrc", "tests", "examples", "benchmarks", "docs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     assert [path for path in files if path.stem in {"util", "utils", "helper", "helpers"}] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "part"),
+    [("docs/design.md", r"## The house\n(.*?)\n- "), ("CONTRIBUTING.md", r"\n\| folder \|(.*?)\n\n")],
+)
+def test_every_folder_of_the_package_is_shown_to_contributors(page: str, part: str) -> None:
+    (shown,) = re.findall(part, (ROOT / page).read_text("utf-8"), re.DOTALL)
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders - set(re.findall(r"\w+", shown)) == set()
+    named = re.findall(r"`(\w+/|\w+\.py)`", "".join(re.findall(r"^\| [^|]+", shown, re.MULTILINE)))
+    assert [name for name in named if not any((place / name).exists() for place in (PACKAGE, ROOT))] == []

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
     "files": 371,
     "classes": 524,
-    "lines of code": 40_025,
+    "lines of code": 40_090,
     "files that use private names of torch": 95,
 }
 LONGEST = 575

@@ -220,7 +220,7 @@ class CollectiveError(TodistError, ConnectionError):
 
 
 class CallTimeoutError(TodistError, TimeoutError):
-    """A call outlasted its ``timeout``; the message names the worker, and its late answer is dropped."""
+    """A call outlasted its ``timeout``; the message names the function and the worker, whose late answer is dropped."""
 
 
 class CheckpointError(TodistError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import queue
@@ -218,6 +219,42 @@ def test_a_frozen_module_stays_also_under_vmap(world):
 
 def rows(x, y, shift):
     return todist.get_rank(), x + y + shift
+
+
+class EveryNth(todist.distributed.TensorDimensionPartitioner):
+    """Rank r gets the rows r, r + n, r + 2n, ... of tensors."""
+
+    def __call__(self, *args, **kwargs):
+        size = todist.get_world_size()
+        rows = [torch.cat([x[rank::size] for rank in range(size)]) if torch.is_tensor(x) else x for x in args]
+        return super().__call__(*rows, **kwargs)
+
+
+def pair(x, y):
+    return torch.stack([x, y])
+
+
+def test_a_partitioner_that_takes_other_rows_never_meets_those_of_put(world):
+    def body():
+        x, call = torch.arange(6.0), functools.partial(todist.remote_sync_call, pair)
+        (first, second) = call(args=(x, x), partitioner=EveryNth(0))
+        assert first.tolist() == [[0, 2, 4]] * 2
+        assert second.tolist() == [[1, 3, 5]] * 2
+        with pytest.raises(TypeError, match=r"put needs what `dim_partitioner` .* got EveryNth .* by itself"):
+            call(args=(todist.put(x, EveryNth(0)), x), partitioner=todist.batch_partitioner)
+        with pytest.raises(
+            TypeError, match=r"EveryNth, a subclass .* must not split .* got <Shards 2 of size 6"
+        ):
+            call(args=(todist.put(x, todist.batch_partitioner), x), partitioner=EveryNth(0))
+        parts = [todist.put(x[rank::2]) for rank in range(2)]  # what the error says
+
+        def own(x):
+            return [(rank, (part, x[rank::2]), {}) for rank, part in enumerate(parts)]
+
+        found = call(args=(x,), partitioner=own)
+        assert [each.tolist() for each in found] == [[[0, 2, 4]] * 2, [[1, 3, 5]] * 2]
+
+    world(2).on_zero(body)
 
 
 @pytest.mark.parametrize("partitioner", [todist.batch_partitioner, todist.tasks, todist.dim_partitioner(-1)])

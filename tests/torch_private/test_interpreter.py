@@ -41,9 +41,9 @@ def test_no_thread_handles_an_exception_where_python_does_not_say(
 def test_no_thread_has_a_frame_where_python_does_not_say(monkeypatch: pytest.MonkeyPatch, hide: bool) -> None:
     if hide:
         monkeypatch.delattr(sys, "_current_frames")
-    frame = private.frame_of(threading.get_ident())
+    frame = private.frames_of_threads().get(threading.get_ident())
     assert (frame and frame.f_back) is (None if hide else inspect.currentframe())
-    assert private.frame_of(-1) is None
+    assert -1 not in private.frames_of_threads()
 
 
 @pytest.mark.parametrize("hide", [False, True])

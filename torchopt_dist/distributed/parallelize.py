@@ -22,6 +22,7 @@ from torchopt_dist.arguments.options import (
     unless,
 )
 from torchopt_dist.core.random_turns import draw_seed_returnable
+from torchopt_dist.core.reached import name_of
 from torchopt_dist.core.types import Args, KwArgs
 from torchopt_dist.distributed._split import check_split, split_only
 from torchopt_dist.distributed._teams import TeamSize, check_team, on_teams
@@ -261,6 +262,7 @@ def _begun(
         mends=options.retries > 0,
         log=log,
         took=took,
+        function=getattr(func, "__qualname__", None) or name_of(func),  # mostly without a call of Python code
     )
     modules: PackedModules = {}
     own_share: Callable[[], list[Any]] | None = None
@@ -301,7 +303,7 @@ def _begun(
         with shown:
             run_own_share()
             gathered = group.recorder.record(
-                "wait", None, None, gather, values, group.names, seconds, started
+                "wait", None, None, gather, values, group.names, seconds, started, siblings.function
             )
             if settle_seed is not None:
                 settle_seed(siblings.drew)

@@ -295,6 +295,11 @@ class TensorDimensionPartitioner:
 
     def _take(self, tensor: _Array | Shards, start: int, stop: int) -> Any:
         if isinstance(tensor, Shards):
+            if type(self) is not TensorDimensionPartitioner:
+                raise TypeError(
+                    f"{type(self).__name__}, a subclass of TensorDimensionPartitioner, must not split what `put` has "
+                    f"split, as it may take other indices, got {tensor!r}: give the call the partitioner of `put`"
+                )
             return part_of(tensor, start, stop, self.dim, self.exclusive and not self.keepdim)
         if isinstance(tensor, np.ndarray):
             front = (slice(None),) * (self.dim % tensor.ndim)

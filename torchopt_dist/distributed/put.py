@@ -41,7 +41,7 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
     Raises:
         ValueError: something requires grad in a value that is split, or in an object other than modules, tensors and
             trees; or the value cannot be split, or the partitioner has a ``balance`` and is not exclusive.
-        TypeError: ``partitioner`` is anything else.
+        TypeError: ``partitioner`` is anything else, such as a subclass of :class:`TensorDimensionPartitioner`.
         SerializationError: ``value`` cannot be sent.
         NotInitializedError: there is no RPC group.
         ResidentError: in a call: the value has been changed in place, or the handle is closed.
@@ -59,10 +59,11 @@ def put(value: Any, partitioner: PartitionFunction | None = None, *, check: bool
             current_group()
             return Reference(value)
         return keep_here(value, check=check)
-    if not isinstance(partitioner, TensorDimensionPartitioner):
+    if type(partitioner) is not TensorDimensionPartitioner:  # a subclass may take other indices than the call
         raise TypeError(
-            "put needs what `dim_partitioner` returns, `batch_partitioner`, `tasks` or None as its partitioner, got "
-            f"{type(partitioner).__name__} {partitioner!r:.80}"
+            "put needs what `dim_partitioner` returns, `batch_partitioner`, `tasks` or None as its partitioner, since "
+            f"calls find parts by their first and last index, got {type(partitioner).__name__} {partitioner!r:.80}: "
+            "`put` each part by itself, and let a partitioner of yours give the workers these handles"
         )
     if partitioner.balance is not None and not partitioner.exclusive:
         raise ValueError(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchopt_dist.distributed.group.group import Group, answering_group, current_group
+from torchopt_dist.distributed.worker.handler import tasks_under_way
 from torchopt_dist.errors import CallTimeoutError, TodistError
 from torchopt_dist.process.future import Future
 from torchopt_dist.process.table import bytes_text, table
@@ -31,6 +34,10 @@ class WorkerStatus:
         process: the id of its process.
         incarnation: how often its rank was lost and given to a new process (``on_loss="replace"``).
         requests: how many of its own requests wait for a reply; that of ``status`` is not counted.
+        waits_for: how many of them, by the name of the worker that owes the reply.
+        tasks: of each task that runs there the function, and the line of the program where it is, such as
+            ``"slow (prog.py:12)"``; of a backward ``"backward"`` in the function's place. Several processes may have
+            the same file in other folders, so it has none. A task that is in C code is at the line that called it.
         kept_graphs: how many graphs of calls it keeps for backward.
         residents: how many values of :func:`put` and :func:`mirror` it holds.
         resident_bytes: bytes of these values' tensors.
@@ -45,6 +52,8 @@ class WorkerStatus:
     process: int = 0
     incarnation: int = 0
     requests: int = 0
+    waits_for: Mapping[str, int] = field(default_factory=dict)
+    tasks: tuple[str, ...] = ()
     kept_graphs: int = 0
     residents: int = 0
     resident_bytes: int = 0
@@ -53,7 +62,7 @@ class WorkerStatus:
 
 
 class Status(tuple[WorkerStatus, ...]):
-    """A :class:`WorkerStatus` for each worker, by rank; ``print`` shows a table."""
+    """A :class:`WorkerStatus` for each worker, by rank; ``print`` shows a table, and who waits and runs what."""
 
     __slots__ = ()
 
@@ -78,14 +87,21 @@ class Status(tuple[WorkerStatus, ...]):
             ]
             for worker in self
         ]
-        return table(header, rows, left=3)
+        lines = [table(header, rows, left=3)]
+        for worker in self:
+            doing = {"waits for": worker.waits_for, "runs": Counter(worker.tasks)}
+            told = [f"{verb} {_listed(counts)}" for verb, counts in doing.items() if counts]
+            if told:
+                lines.append(f"{worker.name} {' and '.join(told)}")
+        return "\n".join(lines)
 
 
 def status(timeout: float = 5.0) -> Status:
     """Ask every worker what it holds and waits for.
 
-    This helps to find out why a program is slow or its memory grows: a kept graph belongs to a call whose results still
-    have a graph, and a request that stays belongs to a call that is not answered.
+    This helps to find out why a program hangs, is slow, or its memory grows: a kept graph belongs to a call whose
+    results still have a graph, and a request that stays belongs to a call that is not answered. If ``main`` waits for
+    that call, ask from another thread: ``threading.Timer(60, lambda: print(todist.status())).start()`` before it.
 
     Args:
         timeout: seconds after which a worker that has not answered is reported as silent. A worker answers while its
@@ -131,15 +147,22 @@ def status(timeout: float = 5.0) -> Status:
     return Status(found)
 
 
-def _here() -> dict[str, int]:
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(each if count == 1 else f"{each} {count} times" for each, count in counts.items())
+
+
+def _here() -> dict[str, Any]:
     return _own(answering_group())
 
 
-def _own(group: Group) -> dict[str, int]:
+def _own(group: Group) -> dict[str, Any]:
+    waits_for = {group.names[worker]: count for worker, count in group.transport.unanswered().items()}
     held: list[Any] = [*group.residents.values(), *group.mirrors.values()]
     return {
         "process": os.getpid(),
-        "requests": group.transport.unanswered(),
+        "requests": sum(waits_for.values()),
+        "waits_for": waits_for,
+        "tasks": tasks_under_way(),
         "kept_graphs": len(group.kept_graphs),
         "residents": len(held),
         "resident_bytes": sum(tensor.nbytes for each in held for tensor in each.tensors),

@@ -64,7 +64,7 @@ from torchopt_dist.torch_private.graph import (
 from torchopt_dist.torch_private.interpreter import (
     exception_in,
     finish_interpreter,
-    frame_of,
+    frames_of_threads,
     interpreter_flags,
     leave_finalizers,
     profiler_is_on,
@@ -142,7 +142,7 @@ __all__ = [
     "finish_interpreter",
     "forget_failed_runs",
     "forward_mode_is_active",
-    "frame_of",
+    "frames_of_threads",
     "fused_step",
     "grad_of_edges",
     "grad_of_loss",

@@ -32,13 +32,13 @@ def exception_in(thread: int) -> BaseException | None:
     return handled
 
 
-def frame_of(thread: int) -> FrameType | None:
-    """The frame that a thread runs; ``thread`` is its identifier.
+def frames_of_threads() -> dict[int, FrameType]:
+    """The frame that each thread runs, by its identifier.
 
-    Without the name there is none: a ``finally`` block that was entered in order may be interrupted.
+    Without the name there is none: a ``finally`` block that was entered in order may be interrupted, and ``status``
+    tells nothing of tasks.
     """
-    frames = getattr(sys, "_current_frames", None)
-    found: FrameType | None = None if frames is None else frames().get(thread)
+    found: dict[int, FrameType] = getattr(sys, "_current_frames", dict)()
     return found
 
 

@@ -111,16 +111,19 @@ def test_an_error_is_raised_at_once_while_another_worker_is_busy(world):
     assert world(3).on_zero(body) < soon(0.5)
 
 
-def test_a_call_past_its_timeout_names_the_worker_and_drops_the_late_answer(world):
+@pytest.mark.parametrize("transport", [pytest.param("rpc", marks=pytest.mark.torch_rpc), "zmq"])
+def test_a_call_past_its_timeout_names_its_function_and_worker_and_drops_the_late_answer(world, transport):
     def body():
         started = time.monotonic()
-        with pytest.raises(todist.CallTimeoutError, match=r"worker1 took longer than timeout=0\.2 s"):
-            todist.remote_sync_call(_nap, args=(1,), partitioner=1, timeout=0.2)
+        text = r"^`_nap` on worker1 took longer than timeout=0\.2 s; it may itself wait for another worker"
+        with pytest.raises(todist.CallTimeoutError, match=text) as caught:
+            todist.remote_sync_call(functools.partial(_nap, 1), partitioner=1, timeout=0.2)
+        assert caught.value.__context__ is None, "an error of the transport is shown, too"
         assert time.monotonic() - started < soon(0.9)
         assert todist.remote_sync_call(_nap, args=(0,), partitioner=1) == [1]
         time.sleep(1.0)  # the late answer comes now, and nothing happens
 
-    world(2).on_zero(body)
+    world(2).on_zero(body, transport=transport)
 
 
 @pytest.mark.torch_rpc

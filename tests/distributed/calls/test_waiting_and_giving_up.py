@@ -136,7 +136,9 @@ def test_a_time_out_bounds_the_own_share(world, tmp_path, call):
             value = call(in_own_share(tmp_path), args=(torch.ones(2),), partitioner=0, timeout=0.1)
             return value.wait() if isinstance(value, torch.futures.Future) else value
 
-        with pytest.raises(todist.CallTimeoutError, match=r"worker0 took longer than timeout=0\.1 s"):
+        with pytest.raises(
+            todist.CallTimeoutError, match=r"function` on worker0 took longer than timeout=0\.1 s"
+        ):
             wait()
         assert not (tmp_path / "done").exists()
         say(tmp_path / "go")
@@ -187,19 +189,21 @@ class SlowBackward(torch.autograd.Function):
         return grad * 2, None
 
 
-def test_a_time_out_bounds_backward(world, tmp_path):
+def doubled(x, place):
+    return SlowBackward.apply(x, place)
+
+
+@pytest.mark.parametrize("transport", [pytest.param("rpc", marks=pytest.mark.torch_rpc), "zmq"])
+def test_a_time_out_bounds_backward(world, tmp_path, transport):
     def body():
         x = torch.ones(2, requires_grad=True)
-        (late,) = todist.remote_sync_call(
-            SlowBackward.apply, args=(x, tmp_path / "go"), partitioner=1, timeout=0.3
-        )
-        with pytest.raises(todist.CallTimeoutError, match=r"worker1 took longer than timeout=0\.3 s"):
+        (late,) = todist.remote_sync_call(doubled, args=(x, tmp_path / "go"), partitioner=1, timeout=0.3)
+        text = r"^`doubled` on worker1 took longer than timeout=0\.3 s"
+        with pytest.raises(todist.CallTimeoutError, match=text):
             late.sum().backward()
         say(tmp_path / "go")
-        (value,) = todist.remote_sync_call(
-            SlowBackward.apply, args=(x, tmp_path / "go"), partitioner=1, timeout=100
-        )
+        (value,) = todist.remote_sync_call(doubled, args=(x, tmp_path / "go"), partitioner=1, timeout=100)
         value.sum().backward()
         assert x.grad.tolist() == [2.0, 2.0]
 
-    world(2).on_zero(body)
+    world(2).on_zero(body, transport=transport)

@@ -149,6 +149,7 @@ def what_workers_do() -> None:
     assert isinstance(status, todist.typing.Status)
     assert [isinstance(each, todist.typing.WorkerStatus) for each in status] == [True, True]
     assert len(str(status).splitlines()) >= 3
+    assert [each.tasks for each in status] == [(), ()]
 
 
 @calls("backward", "context", "get_gradients", "grad", "is_available", "DistAutogradContext")

@@ -15,7 +15,8 @@ from typing import Any, NoReturn, TypeVar
 import torch.futures
 
 from torchopt_dist.core.random_turns import lent
-from torchopt_dist.errors import CallTimeoutError, TodistError
+from torchopt_dist.distributed.transport.pending import late
+from torchopt_dist.errors import TodistError
 from torchopt_dist.pickling.tracebacks import from_user_code
 from torchopt_dist.process.future import Future, as_completed
 from torchopt_dist.torch_private import set_failure
@@ -28,12 +29,17 @@ GRACE_SECONDS = 0.1
 
 
 def gather(
-    futures: Mapping[int, Future[list[Any]]], names: Sequence[str], timeout: float = 0.0, started: float = 0.0
+    futures: Mapping[int, Future[list[Any]]],
+    names: Sequence[str],
+    timeout: float = 0.0,
+    started: float = 0.0,
+    function: str = "",
 ) -> dict[int, list[Any]]:
     """Wait for each worker's values, for ``timeout`` seconds (0: no limit) since ``started`` by ``time.monotonic``.
 
+    ``function`` is the name of what was called, for the error.
     Raises the exception of a worker, preferably of this one, with the others' errors in its notes; or
-    :class:`CallTimeoutError` if a worker has not answered, and none has raised.
+    ``CallTimeoutError`` if a worker has not answered, and none has raised.
     """
     missing: set[Future[list[Any]]] = set()
     with lent():
@@ -70,8 +76,8 @@ def gather(
         frames = None if isinstance(error, TodistError) else from_user_code(error.__traceback__)
         raise error.with_traceback(frames)
     if missing:
-        late = ", ".join(names[worker] for worker, future in futures.items() if future in missing)
-        raise CallTimeoutError(f"{late} took longer than timeout={timeout:g} s")
+        where = ", ".join(names[worker] for worker, future in futures.items() if future in missing)
+        raise late(function, where, timeout)
     return values
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from torchopt_dist.core.inputs import Seen, apart_from, check_inputs
 from torchopt_dist.core.random_turns import lent
+from torchopt_dist.core.reached import name_of
 from torchopt_dist.distributed.calls.again import Again, call_again, gradients_again
 from torchopt_dist.distributed.calls.local import Beside, Here
 from torchopt_dist.distributed.calls.nodes import collect, dispatch
@@ -165,9 +166,10 @@ class RemoteGraph:
         return self.group.recorder.span(phase, self.key, self.worker)
 
     def pack(self, request: Call | Backward, modules: PackedModules | None = None) -> Message:
-        return pack(
-            request, main_by_name=self._main_by_name, modules=modules, here=isinstance(self.transport, Here)
-        )
+        here = isinstance(self.transport, Here)
+        message = pack(request, main_by_name=self._main_by_name, modules=modules, here=here)
+        message.function = self.siblings.function
+        return message
 
     def packed(self, payload: Payload, modules: PackedModules | None) -> Message:
         """The message that asks for a call, recorded; errors as of :meth:`message_of`."""
@@ -186,22 +188,22 @@ class RemoteGraph:
             tasks = [part for task in payload.tasks for part in zip(("args", "kwargs"), task, strict=True)]
             place = place_of([("func", payload.function), *tasks], main_by_name=self._main_by_name)
             raise SerializationError(
-                f"`{_name(payload)}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
+                f"`{name_of(payload.function)}` and its arguments cannot be sent to {self.worker_name}: {place}{error}"
             ) from error
         moves = self.siblings.options.outlives_workers and not self.own
         if moves and any(isinstance(each, StayingModule) for each in message.handles):
             raise ValueError(
-                f"`{_name(payload)}` is called with a mirror, whose gradients stay on the worker that computes them: "
-                "leave out retries and hedge_after"
+                f"`{name_of(payload.function)}` is called with a mirror, whose gradients stay on the worker that "
+                "computes them: leave out retries and hedge_after"
             )
         message.device = payload.options.device
         if message.code is not None and not isinstance(self.transport, Here):
             self._warn_of_much(payload, message.code, message.code.nbytes(message.tensors))
         if message.tensors and request.keep and transforms_are_active() and message.inputs():
             raise SerializationError(
-                f"`{_name(payload)}` takes tensors that require grad, such as a module's parameters, and is called "
-                f"inside a torch.func transform, which the graph of a call to {self.worker_name} cannot be a part "
-                "of: detach them, or call it outside of `grad` and `vmap`"
+                f"`{name_of(payload.function)}` takes tensors that require grad, such as a module's parameters, "
+                "and is called inside a torch.func transform, which the graph of a call to "
+                f"{self.worker_name} cannot be a part of: detach them, or call it outside of `grad` and `vmap`"
             )
         return message
 
@@ -211,7 +213,7 @@ class RemoteGraph:
         if nbytes > MUCH_CODE and key not in known:
             known.add(key)
             text = description_of_much(
-                _name(payload),
+                name_of(payload.function),
                 code,
                 nbytes,
                 lambda value: pack(value, main_by_name=self._main_by_name).nbytes(),
@@ -415,7 +417,3 @@ class RemoteGraph:
 
 def _no_more_chunks(group: Group, key: Key, _: Future[Message]) -> None:
     group.streams.forget(key)
-
-
-def _name(payload: Payload) -> str:
-    return getattr(payload.function, "__qualname__", repr(payload.function))

@@ -14,6 +14,7 @@ import optree
 from torch import Tensor, nn
 
 from torchopt_dist.core.inputs import Seen, hold_grad_accumulators
+from torchopt_dist.core.reached import name_of
 from torchopt_dist.distributed.calls.graph import RemoteGraph
 from torchopt_dist.distributed.calls.local import Here
 from torchopt_dist.distributed.calls.siblings import Siblings
@@ -89,12 +90,11 @@ def _plain(siblings: Siblings, payload: Payload, *, in_a_thread: bool) -> Callab
 
 
 def _warn_of_changes(payload: Payload, changed: list[Tensor]) -> None:
-    function = getattr(payload.function, "__qualname__", repr(payload.function))
     listed = ", ".join(_described(payload, tensor) for tensor in changed)
     warnings.warn(
-        f"`{function}` has changed in place what it was given: {listed}. Tensors of more than {SMALL >> 10} KiB are "
-        "not copied for the caller's own share, so the caller's is changed, and other workers may have been sent it "
-        "half changed: let the function work on a clone",
+        f"`{name_of(payload.function)}` has changed in place what it was given: {listed}. Tensors of more than "
+        f"{SMALL >> 10} KiB are not copied for the caller's own share, so the caller's is changed, and other "
+        "workers may have been sent it half changed: let the function work on a clone",
         stacklevel=2,
     )
 

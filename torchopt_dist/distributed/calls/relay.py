@@ -60,6 +60,7 @@ class Child:
         late = branch.message.late_tensors()
         with graph.span("pack") as span:
             message = span.made(self._request())
+            message.function = siblings.function
         self._anchor, self.reply = graph.begin(message, late, **how)
         if branch.message.late is not None and branch.message.late.chunks > 1:
             places = {id(tensor): place for place, tensor in enumerate(message.inputs())}
@@ -70,7 +71,8 @@ class Child:
         if not branch.branches:
             return branch.message.with_tensors(branch.message.tensors, key=graph.key)
         return pack(
-            Relay(graph.key, siblings.keep, branch, siblings.seconds, siblings.mends), main_by_name=True
+            Relay(graph.key, siblings.keep, branch, siblings.seconds, siblings.mends, siblings.function),
+            main_by_name=True,
         )
 
     def hand_on(self, index: int, chunk: Chunk) -> None:
@@ -114,18 +116,20 @@ def spread(
 class Relay(Errand):
     """Run the shares of a branch: the first here, the others on the workers below.
 
-    A call of a child may take so many ``seconds`` (0: no limit); ``mends`` is as of :class:`Siblings`. The tensors that
-    come late are those of the own share's message, and others have them, too.
+    A call of a child may take so many ``seconds`` (0: no limit); ``mends`` and ``function`` are as of
+    :class:`Siblings`. The tensors that come late are those of the own share's message, and others have them, too.
     """
 
     branch: Branch
     seconds: float
     mends: bool
+    function: str
 
     def values(self) -> list[Any]:
         """See :class:`Errand`."""
         group = answering_group()
         siblings = Siblings(group, self.seconds, self.keep, mends=self.mends, error_of=PassedOnError)
+        siblings.function = self.function
         with arriving(self.branch.message, self.key) as chunks:
             children = spread(siblings, self.branch.branches, chunks)
         if self.mends and group.has_gone(self.key):  # these shares run elsewhere now

@@ -21,6 +21,7 @@ from torchopt_dist.distributed.calls.tree import Twig, common, tree
 from torchopt_dist.distributed.group.chunks import can_be_cut, chunks_of
 from torchopt_dist.distributed.messages.message import Late, Message
 from torchopt_dist.distributed.messages.payload import ExecutionOptions
+from torchopt_dist.distributed.transport.pending import late
 from torchopt_dist.distributed.transport.retries import AsSent, Deadline
 from torchopt_dist.errors import CallTimeoutError, RemoteError, WorkerLostError
 from torchopt_dist.process.future import Future
@@ -102,17 +103,19 @@ class Shares:
     ) -> None:
         """Pass the replies of a branch, or its error, to the futures of its workers."""
         first = child.branch.worker
-        found: dict[int, Message | None]
+        found: dict[int, Message | None] = {first: None}
+        failure: Exception | None = None
         try:
             found = child.replies(reply.result())
         except Exception as error:
             alone = first in self._avoided
             if not (self._mends and not alone and self._group.retries.is_loss(first, error)):
                 failure = self._late([*replies]) if type(error) is CallTimeoutError else error
-                for future in replies.values():
-                    future.set_exception(failure)
-                return
-            found = {first: None}
+        if failure is not None:
+            for future in replies.values():
+                future.set_exception(failure)
+            del failure  # which refers to this frame
+            return
         for worker, message in found.items():
             if message is None:
                 self._avoided.add(worker)
@@ -137,7 +140,7 @@ class Shares:
         """Nobody here knows which worker of a branch is late."""
         names = [self._group.names[worker] for worker in workers]
         which = f"one of {', '.join(names)}" if len(names) > 1 else names[0]
-        return CallTimeoutError(f"{which} took longer than timeout={self._siblings.seconds:g} s")
+        return late(self._siblings.function, which, self._siblings.seconds)
 
     def _again(self, connected: Mapping[int, Tensor], workers: Sequence[int]) -> Again:
         """What makes the replies of a branch again, by a call of its own; each loss of a worker is mended."""

@@ -35,6 +35,7 @@ class Siblings:
         log: the log of the call, while the call is logged.
         took: gets the rank of each worker, and the seconds that it took for a sample.
         error_of: the error to raise for an exception of one of the shares and the name of its worker.
+        function: the name of the function that is called; empty for a question of the package's own.
         drew: whether tasks of the call drew random numbers, as far as is known.
     """
 
@@ -46,6 +47,7 @@ class Siblings:
     log: CallLog | None = None
     took: Callable[[int, float], object] | None = None
     error_of: Callable[[SerializedException, str], Exception] = SerializedException.to_error
+    function: str = ""
     drew: bool = field(default=False, init=False)
     # Weak ones: who waits for a reply holds it, and one that is an error refers to frames, and these to the graph.
     _replies: list[tuple[int, weakref.ref[Future[Message]], str]] = field(default_factory=list, init=False)

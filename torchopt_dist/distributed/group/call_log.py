@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from torchopt_dist.core.reached import name_of
 from torchopt_dist.distributed.group.group import Group
 from torchopt_dist.distributed.messages.message import Message
 from torchopt_dist.distributed.messages.payload import Payload
@@ -23,7 +24,7 @@ class CallLog:
     """Context manager around a call, made with the number of tasks of each worker; logs one line at its end."""
 
     def __init__(self, function: Callable[..., Any], tasks: Mapping[int, int], group: Group) -> None:
-        self._function = getattr(function, "__qualname__", type(function).__qualname__)
+        self._function = name_of(function)
         self._workers = ", ".join(
             f"{count} on {group.names[worker]}{' (here)' if worker == group.rank else ''}"
             for worker, count in sorted(tasks.items())

@@ -27,7 +27,7 @@ import torch
 from torchopt_dist.distributed.transport.shutdown import FINALLY_SECONDS, GRACE_SECONDS
 from torchopt_dist.errors import TodistError
 from torchopt_dist.process.signals import INTERRUPT, TERMINATED
-from torchopt_dist.torch_private import exception_in, frame_of
+from torchopt_dist.torch_private import exception_in, frames_of_threads
 
 __all__ = ["LAST_SECONDS", "Interruption", "Termination", "end_threads", "is_cleaning_up", "is_in_backward"]
 
@@ -132,7 +132,7 @@ class Interruption:
     def _is_cleaning_up(self) -> bool:
         """Whether ``main`` is in a clean-up block that must not be interrupted."""
         thread = self._thread
-        return thread is not None and is_cleaning_up(frame_of(thread), self._frame)
+        return thread is not None and is_cleaning_up(frames_of_threads().get(thread), self._frame)
 
     def _interrupt(self, error: BaseException) -> bool:
         """Raise the error in ``main``, unless it is in such a block; returns whether there is no more to do."""
@@ -167,7 +167,7 @@ def end_threads(threads: Iterable[threading.Thread], seconds: float) -> list[thr
 
 def is_in_backward(thread: threading.Thread) -> bool:
     """Whether a thread runs torch's autograd engine, or waits for it."""
-    frame = None if thread.ident is None else frame_of(thread.ident)
+    frame = None if thread.ident is None else frames_of_threads().get(thread.ident)
     while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:
         frame = frame.f_back
     return frame is not None

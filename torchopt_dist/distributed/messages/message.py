@@ -97,6 +97,7 @@ class Message:
         told: of a reply that is an exception, its text, its traceback and its worker, for who cannot read the rest.
         code: at the sender, the global variables that functions bring that are sent as code.
         cut: of a call, the numbers of tensors that only such variables hold, and that require grad there.
+        function: at the sender, the name of the function that is called, for who says that the reply is late.
         apart: of a call that has been rebuilt, these tensors. They are the receiver's own: they require grad, but no
             gradient goes back to the sender.
     """
@@ -119,6 +120,7 @@ class Message:
     code: GlobalsOfCode | None = None
     cut: tuple[int, ...] = ()
     apart: Sequence[torch.Tensor] = ()
+    function: str = ""
 
     def detached(self) -> Message:
         """The message as it travels; itself, if it has no tensors."""

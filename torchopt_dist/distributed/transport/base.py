@@ -111,9 +111,9 @@ class Transport(Sender, ABC):
     def about_to_wait(self) -> None:
         """Announce that this thread, which may be answering a request, is about to wait for other messages."""
 
-    def unanswered(self) -> int:
-        """How many requests of this worker wait for their reply."""
-        return len(self._pending)
+    def unanswered(self) -> dict[int, int]:
+        """How many requests of this worker wait for a reply, by the worker that owes it."""
+        return self._pending.counts()
 
     def wait_for_replies(self, timeout: float) -> set[int]:
         """Wait at most so many seconds until no request waits for its reply; returns the workers that owe some."""

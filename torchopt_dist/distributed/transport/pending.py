@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from torchopt_dist.distributed.membership.members import Member
 from torchopt_dist.distributed.messages.message import Message
-from torchopt_dist.errors import WorkerLostError
+from torchopt_dist.errors import CallTimeoutError, WorkerLostError
 from torchopt_dist.process.future import Future, as_completed
 
-__all__ = ["Alarms", "Pending", "disconnected"]
+__all__ = ["Alarms", "Pending", "disconnected", "late"]
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,9 @@ class Pending:
     def __init__(self) -> None:
         self._waiting: defaultdict[int, set[Future[Message]]] = defaultdict(set)
 
-    def __len__(self) -> int:
-        return sum(map(len, tuple(self._waiting.values())))
+    def counts(self) -> dict[int, int]:
+        """How many replies are expected of each worker of which there are some."""
+        return {worker: len(futures) for worker, futures in tuple(self._waiting.items()) if futures}
 
     def add(self, worker: int) -> Future[Message]:
         """A future of a reply of ``worker``."""
@@ -71,6 +72,14 @@ def disconnected(member: Member, reason: object) -> WorkerLostError:
         rank=member.rank,
         worker=member.name,
         host=member.host,
+    )
+
+
+def late(function: str, where: str, seconds: float) -> CallTimeoutError:
+    """The error of a request, for a ``function`` if that has a name, that has not been answered in so many seconds."""
+    return CallTimeoutError(
+        f"{function and f'`{function}` on '}{where} took longer than timeout={seconds:g} s; it may itself wait for "
+        "another worker: `todist.status()` shows who waits for whom"
     )
 
 

@@ -21,8 +21,8 @@ from torchopt_dist.distributed.serialization.wire import (
 )
 from torchopt_dist.distributed.transport import shutdown
 from torchopt_dist.distributed.transport.base import Host, Transport
-from torchopt_dist.distributed.transport.pending import disconnected
-from torchopt_dist.errors import CallTimeoutError, NotInitializedError
+from torchopt_dist.distributed.transport.pending import disconnected, late
+from torchopt_dist.errors import NotInitializedError
 from torchopt_dist.process.future import Future
 from torchopt_dist.process.network import check_loopback
 from torchopt_dist.process.resources import usable_cores
@@ -97,7 +97,7 @@ class RPCTransport(Transport):
         if failure is not None:
             self.worker_lost(worker, failure.error())
         else:
-            self._start(worker, fields, timeout, future)
+            self._start(worker, fields, timeout, future, request.function)
         return future
 
     def to(self, worker: int) -> RPCTransport:
@@ -113,12 +113,17 @@ class RPCTransport(Transport):
         """Whether tensors on a GPU can be sent as they are: the options have a device map for that worker."""
         return bool(self._device_maps.get(self._host.names[worker]))
 
-    def _start(self, worker: int, fields: _Fields, timeout: float, future: Future[Message]) -> None:
+    def _start(
+        self, worker: int, fields: _Fields, timeout: float, future: Future[Message], name: str
+    ) -> None:
         def arrived(done: torch.futures.Future[_Fields]) -> None:
+            reason = ""
             try:
                 reply = done.value()
             except Exception as error:
-                self._failed(worker, error, timeout, future)
+                reason = str(error) or type(error).__name__
+            if reason:  # outside of `except`, or users would see torch's exception as well
+                self._failed(worker, reason, timeout, future, name)
                 return
             try:
                 future.set_result(_message(reply))
@@ -128,18 +133,19 @@ class RPCTransport(Transport):
         try:
             sent = rpc.rpc_async(self._host.names[worker], _answer_request, fields, timeout=timeout)
         except RuntimeError as error:
-            self._failed(worker, error, timeout, future)
+            reason = str(error) or type(error).__name__
         else:
             sent.add_done_callback(arrived)
-
-    def _failed(self, worker: int, error: Exception, timeout: float, future: Future[Message]) -> None:
-        """Settle the future with the exception for an error of torch's RPC, which only its text shows."""
-        member = self._host.members[worker]
-        if "RPC ran for more than set timeout" in str(error):
-            future.set_exception(CallTimeoutError(f"{member.name} took longer than timeout={timeout:g} s"))
             return
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        broken = disconnected(member, reason)
+        self._failed(worker, reason, timeout, future, name)
+
+    def _failed(self, worker: int, reason: str, timeout: float, future: Future[Message], name: str) -> None:
+        """Settle the future with the exception for the text of an error of torch's RPC, in a call of this name."""
+        member = self._host.members[worker]
+        if "RPC ran for more than set timeout" in reason:
+            future.set_exception(late(name, member.name, timeout))
+            return
+        broken = disconnected(member, reason.partition("\n")[0])
 
         def work() -> None:  # if the worker has died, the membership is about to say so
             future.set_exception(self._host.membership.why_lost(worker, VERDICT_SECONDS) or broken)

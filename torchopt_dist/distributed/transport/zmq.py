@@ -26,9 +26,9 @@ from torchopt_dist.distributed.serialization.wire import (
 from torchopt_dist.distributed.transport.base import Host, Sender, Transport
 from torchopt_dist.distributed.transport.contacts import Endpoint, contact_of
 from torchopt_dist.distributed.transport.mesh import Mesh, Received
-from torchopt_dist.distributed.transport.pending import Alarms, disconnected
+from torchopt_dist.distributed.transport.pending import Alarms, disconnected, late
 from torchopt_dist.distributed.transport.receiver import Receiver
-from torchopt_dist.errors import CallTimeoutError, InitializationError, SerializationError, WorkerLostError
+from torchopt_dist.errors import InitializationError, SerializationError, WorkerLostError
 from torchopt_dist.process.future import Future
 from torchopt_dist.torch_private import init_distributed_autograd
 
@@ -52,6 +52,7 @@ class _Asked(NamedTuple):
 
     future: Future[Message]
     worker: int
+    function: str
 
 
 class _ToProcess:
@@ -143,17 +144,20 @@ class ZMQTransport(Transport):
             future.set_exception(failure.error())
             return future
         number = next(self._numbers)
-        self._asked[number] = _Asked(future, worker)
+        self._asked[number] = _Asked(future, worker, request.function)
         future.add_done_callback(lambda _: self._asked.pop(number, None))
         if timeout:
             self._alarms.set(timeout, number, lambda: self._late(number, timeout))
         try:
-            if not self._send(worker, REQUEST, number, frames, incarnation):
-                failure = self.loss(worker, incarnation)
-                lost = disconnected(self._host.members[worker], "it was closed")
-                future.set_exception(lost if failure is None else failure.error())
+            broken = "" if self._send(worker, REQUEST, number, frames, incarnation) else "it was closed"
+            failure = self.loss(worker, incarnation) if broken else None
         except (OSError, zmq.ZMQError) as error:
-            future.set_exception(disconnected(self._host.members[worker], error))
+            broken = str(error) or type(error).__name__
+        if (
+            broken
+        ):  # after the block, as what this raises elsewhere has nothing to do with the exception in it
+            lost = disconnected(self._host.members[worker], broken)
+            future.set_exception(lost if failure is None else failure.error())
         return future
 
     def loss(self, worker: int, incarnation: int) -> Failure | None:
@@ -197,7 +201,7 @@ class ZMQTransport(Transport):
         asked = self._asked.get(number)
         if asked is not None:
             name = self._host.names[asked.worker]
-            asked.future.set_exception(CallTimeoutError(f"{name} took longer than timeout={timeout:g} s"))
+            asked.future.set_exception(late(asked.function, name, timeout))
 
     def _send(
         self, worker: int, kind: int, number: int, frames: Sequence[Frame], incarnation: int | None = None

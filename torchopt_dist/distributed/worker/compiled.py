@@ -8,7 +8,7 @@ torch makes it, also for a caller without gradients: a task may adapt a module i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import optree
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchopt_dist.core.meaning import RefusedError
 from torchopt_dist.core.programs import CompileMode, Variant, code_of, detached, plain_number, programs_of
+from torchopt_dist.core.reached import name_of
 from torchopt_dist.core.second_order import with_refusal
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.distributed.messages.stacked import taken_apart
@@ -45,7 +46,7 @@ class CompiledTask:
     def __init__(self, function: Callable[..., Any], mode: CompileMode) -> None:
         self._returns_buffers = isinstance(function, Returning)
         self._function = function.func if isinstance(function, Returning) else function
-        self._programs = programs_of(code_of(function), f"the task {_name(self._function)!r}", mode)
+        self._programs = programs_of(code_of(function), f"the task {name_of(self._function)!r}", mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one task."""
@@ -182,12 +183,6 @@ class _Loss(torch.autograd.Function):
             else:
                 found.append(made)
         return tuple(found)
-
-
-def _name(function: Any) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 @lru_cache(maxsize=64)

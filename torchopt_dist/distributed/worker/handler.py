@@ -8,12 +8,16 @@ kept like a call, with the output gradients among its inputs.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import FrameType
 
 import torch
 
+from torchopt_dist.core.code_names import is_installed, top_package
+from torchopt_dist.core.reached import name_of
 from torchopt_dist.core.second_order import guarded, refuse_left_out
 from torchopt_dist.distributed.group.chunks import Deferred
 from torchopt_dist.distributed.group.group import answering_group
@@ -35,10 +39,11 @@ from torchopt_dist.errors import SerializationError
 from torchopt_dist.torch_private import (
     advance_sequence_numbers,
     forget_failed_runs,
+    frames_of_threads,
     next_sequence_number,
 )
 
-__all__ = ["answer", "handle_request"]
+__all__ = ["answer", "handle_request", "tasks_under_way"]
 
 
 def handle_request(request: Message, kept_graphs: Kept[KeptGraph], recorder: Recorder) -> Message:
@@ -256,3 +261,28 @@ def _reply(made: Made, key: Key | None, kept_graphs: Kept[KeptGraph]) -> Message
         if id(tensor) in left_out:
             sent.tensors[number] = tensor.new_empty(0)
     return sent
+
+
+def tasks_under_way() -> tuple[str, ...]:
+    """For each task, and each backward, that runs in this process now: its function, and the user's line where it is.
+
+    Nothing is recorded for this: the stacks of the threads tell.
+    """
+    found: list[str] = []
+    for innermost in frames_of_threads().values():
+        frame: FrameType | None = innermost
+        place = ""
+        while frame is not None:
+            code = frame.f_code
+            if code is execute_module.run.__code__:
+                payload: Payload = frame.f_locals["payload"]
+                if None not in payload.seeds:  # otherwise a question of the package's own
+                    found.append(name_of(payload.function) + place)
+                place = ""  # further out is the task that has called this one here
+            elif code is _differentiate.__code__:
+                found.append("backward" + place)
+                place = ""
+            elif not (place or is_installed(top_package(frame.f_globals.get("__name__", "")))):
+                place = f" ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+            frame = frame.f_back
+    return tuple(sorted(found))

@@ -27,6 +27,7 @@ from torchopt_dist.core.code_names import reads
 from torchopt_dist.core.functional import replaced
 from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.core.inputs import Seen
+from torchopt_dist.core.reached import name_of
 from torchopt_dist.core.unconnected import Unconnected, unconnected
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.serialization.names import code_of
@@ -86,7 +87,7 @@ class LeftBehind:
 
     def _lost_gradients(self, returned: list[Any]) -> tuple[str | None, bool]:
         """About leaves below the results that are not the caller's; and whether the function has made one of them."""
-        name, inputs = _name(self._payload.function), self._tensors
+        name, inputs = f"`{name_of(self._payload.function)}`", self._tensors
         outputs = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         parts = [tensor for leaf in returned if isinstance(leaf, nn.Module) for tensor in leaf.parameters()]
         leaves = leaves_behind([output for output in outputs if not output.is_leaf])[1]
@@ -141,7 +142,7 @@ class LeftBehind:
             names.setdefault(id(tensor), where)
         lost = [names.get(key, f"a tensor of shape {tuple(grad.shape)}") for key, grad in left.items()]
         return (
-            f"{_name(self._payload.function)} calls `backward()` on a worker, where the gradients of what it has "
+            f"`{name_of(self._payload.function)}` calls `backward()` on a worker, where the gradients of what it has "
             f"received stay: {_listed(lost)}. The caller does not get them: return the loss and call `backward()` "
             "outside of the function, or return the gradients"
         )
@@ -168,9 +169,9 @@ class LeftBehind:
         why = ["each task on a worker begins with what the one before has left"] if shared else []
         why += ["no gradient goes back through such a step"] if connected else []
         return (
-            f"{_name(self._payload.function)} has changed in place what it has received, as an optimizer of torch's "
-            f"does: {_listed([*names.values()])}. But {', and '.join(why)}: adapt a copy by `todist.module_clone` and "
-            "`todist.MetaSGD`, or train a `copy.deepcopy`"
+            f"`{name_of(self._payload.function)}` has changed in place what it has received, as an optimizer of "
+            f"torch's does: {_listed([*names.values()])}. But {', and '.join(why)}: adapt a copy by "
+            "`todist.module_clone` and `todist.MetaSGD`, or train a `copy.deepcopy`"
         )
 
     def _changed_buffers(self) -> str | None:
@@ -183,15 +184,11 @@ class LeftBehind:
         if not changed:
             return None
         return (
-            f"{_name(self._payload.function)} has changed buffers of its arguments, which do not come back from a "
+            f"`{name_of(self._payload.function)}` has changed buffers of its arguments, which do not come back from a "
             f"worker: {_listed(changed)}. Write "
             '`parallelize(..., buffers="mean")`, or "first", to set the caller\'s; or let the function leave them '
             "alone, as `eval()` or `track_running_stats=False` does"
         )
-
-
-def _name(function: Any) -> str:
-    return f"`{getattr(function, '__qualname__', type(function).__qualname__)}`"
 
 
 def _listed(found: Sequence[str]) -> str:
