@@ -9,10 +9,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
-    "files": 371,
-    "classes": 524,
-    "lines of code": 40_025,
-    "files that use private names of torch": 95,
+    "files": 367,
+    "classes": 523,
+    "lines of code": 39_992,
+    "files that use private names of torch": 65,
 }
 LONGEST = 575
 """Lines of a module, which is read in one sitting."""

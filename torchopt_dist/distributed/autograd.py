@@ -20,7 +20,7 @@ from torchopt_dist.core.types import OptionalTensor, TensorOrTensors
 from torchopt_dist.distributed.calls.nodes import errors_of_nodes
 from torchopt_dist.distributed.group.group import current_group
 from torchopt_dist.errors import NotInitializedError
-from torchopt_dist.torch_private import tensor_version
+from torchopt_dist.torch_private import init_distributed_autograd, tensor_version
 
 if TYPE_CHECKING or dist_autograd.is_available():
     from torch.distributed.autograd import DistAutogradContext
@@ -50,7 +50,7 @@ class context(dist_autograd.context):  # noqa: N801 - used as `with todist.autog
     def __enter__(self) -> int:
         """Open the context."""
         _check_available()
-        current_group()
+        init_distributed_autograd(current_group().rank)
         return int(super().__enter__())
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.diff.adjoints._declared import leaf_like, leaves_at
+from torchopt_dist.core.vjp import has_derivative, leaf_like
+from torchopt_dist.diff.adjoints._declared import leaves_at
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 
-__all__ = ["has_derivative", "of_frozen_parameters", "portions", "state_places"]
+__all__ = ["of_frozen_parameters", "portions", "state_places"]
 
 
 def state_places(loop: Loop) -> list[int]:
@@ -63,11 +64,6 @@ def of_frozen_parameters(loop: Loop) -> frozenset[int]:
     if len(others) != len(leaves):
         return frozenset()
     return frozenset(n for n, other in enumerate(others) if other is None and isinstance(leaves[n], Tensor))
-
-
-def has_derivative(leaf: Any) -> bool:
-    """Whether a leaf is a tensor of real or complex numbers."""
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _is_same_memory(old: Tensor, new: Any) -> bool:

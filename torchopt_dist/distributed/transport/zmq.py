@@ -30,7 +30,6 @@ from torchopt_dist.distributed.transport.pending import Alarms, disconnected
 from torchopt_dist.distributed.transport.receiver import Receiver
 from torchopt_dist.errors import CallTimeoutError, InitializationError, SerializationError, WorkerLostError
 from torchopt_dist.process.future import Future
-from torchopt_dist.torch_private import init_distributed_autograd
 
 __all__ = ["ZMQTransport"]
 
@@ -91,7 +90,6 @@ class ZMQTransport(Transport):
         size, replaces = len(self._host.names), self._host.on_loss == "replace"
         incarnations = [member.incarnation for member in membership.members]
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        init_distributed_autograd(self._host.rank)
         if size == 1:
             return  # nobody to speak with, so nothing listens
         self._here.open(self._context)
