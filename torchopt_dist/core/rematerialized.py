@@ -20,11 +20,7 @@ from torchopt_dist.core.substitution import Finding, Substitute, finding
 from torchopt_dist.core.surroundings import Surroundings
 from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.core.vmap import same_values
-from torchopt_dist.torch_private import (
-    buffers_of,
-    forward_mode_is_active,
-    transforms_are_active,
-)
+from torchopt_dist.torch_private import buffers_of, forward_mode_is_active, transforms_are_active
 
 __all__ = ["remat"]
 

@@ -226,9 +226,9 @@ def attach(
     fixed = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in set(ours)]
     tensors = [leaves[n] for n in ours] + [leaves[n].detach() for n in fixed]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    paired = [leaf.is_complex() for leaf in x]
+    paired = list(map(Tensor.is_complex, x))
     equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look, batch)
-    detached = _real_pairs([leaf.detach() for leaf in x])
+    detached = _real_pairs(list(map(Tensor.detach, x)))
     made = _Root.apply(equation, solver, len(x), *detached, *tensors)
     return pytree.unflatten(spec, _complex_again(made, paired))
 
@@ -281,7 +281,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(equation: _Equation, solver: Solver, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         # Samples may have one solution in common, but each has a gradient of its own.
-        return tuple(vmap.for_each_sample(x).clone() for x in tensors[:count])
+        return tuple([vmap.for_each_sample(x).clone() for x in tensors[:count]])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -327,7 +327,7 @@ def _inner_loop(
         ),
         accumulation=micro_batches,
     )
-    if not isinstance(adjoint, Recorded) and takes_duals():
+    if takes_duals() and not isinstance(adjoint, Recorded):
         raise NotImplementedError(
             f"an inner loop with todist.{type(adjoint).__name__} has no forward-mode derivative: use reverse mode, or "
             "todist.Recorded()"
@@ -343,7 +343,8 @@ def _inner_loop(
     if parallel is not None:
         loop = parallel.spread(loop, adjoint, meta)
     bar = StepsBar("inner_loop", count) if progress else None
-    loop = replace(loop, tell=both(bar, callback))
+    if bar is not None or callback is not None:
+        loop = replace(loop, tell=both(bar, callback))
     with nullcontext() if bar is None else closing(bar):
         if not recording:
             outcome = loop.run(loop.training_step, loop.own(loop.first))

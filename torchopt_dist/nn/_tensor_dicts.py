@@ -13,10 +13,12 @@ from torchopt_dist.torch_private import buffers_of, children_of, parameters_of
 __all__ = [
     "all_containers",
     "buffer_containers",
+    "has_buffers",
     "parameter_containers",
     "parts_and_parameters",
     "parts_of",
     "replace",
+    "tensor_containers",
 ]
 
 
@@ -43,6 +45,16 @@ def parameter_containers(parts: Iterable[nn.Module]) -> list[TensorContainer]:
 def buffer_containers(parts: Iterable[nn.Module]) -> list[TensorContainer]:
     """The live dicts of buffers, also non-persistent ones, one for each part."""
     return list(map(buffers_of, parts))
+
+
+def tensor_containers(parts: Sequence[nn.Module]) -> list[TensorContainer]:
+    """The live dicts of parameters, then those of buffers, one of each for each part."""
+    return [*map(parameters_of, parts), *map(buffers_of, parts)]
+
+
+def has_buffers(parts: Iterable[nn.Module]) -> bool:
+    """Whether a part has a buffer."""
+    return any(map(buffers_of, parts))
 
 
 def all_containers(parts: Sequence[nn.Module]) -> list[Any]:

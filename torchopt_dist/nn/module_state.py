@@ -232,11 +232,9 @@ def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) ->
         TypeError: ``target`` is none of these.
     """
     if isinstance(target, nn.Module):
-        held = (
-            *_tensor_dicts.parameter_containers(target.modules()),
-            *_tensor_dicts.buffer_containers(target.modules()),
-        )
-        _tensor_dicts.replace(target.modules(), _detachments(held))
+        parts = list(target.modules())
+        held = tuple(_tensor_dicts.tensor_containers(parts))
+        _tensor_dicts.replace(parts, _detachments(held))
     elif isinstance(target, ModuleState):
         held = (*target.params, *target.buffers)
         new = _detachments(held)

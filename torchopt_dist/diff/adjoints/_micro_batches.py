@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from numbers import Real
 from typing import Any
 
@@ -31,11 +32,7 @@ from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._ranks import local, mean
 from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.pytree._containers import flatten
-from torchopt_dist.torch_private import (
-    forward_mode_is_active,
-    outside_of_transforms,
-    transforms_are_active,
-)
+from torchopt_dist.torch_private import forward_mode_is_active, outside_of_transforms, transforms_are_active
 
 __all__ = ["MicroBatches", "split", "steps_again"]
 
@@ -397,7 +394,7 @@ class _Node:
             known = [*seen.leaves, *(part.declared if part.others is None else part.others)]
             known += [self._module_buffers[place] for place in self._with_history]
             ends = [seen.loss, *(leaves[place] for place in self._aux)]
-            if any(depends_on_others(one, known) for one in ends):
+            if any(map(depends_on_others, ends, repeat(known))):
                 refuse_undeclared(ends, known, partial(part.loss_again, seen.carry, seen.number))
 
         found = part.gradient(

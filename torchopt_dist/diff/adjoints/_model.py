@@ -25,10 +25,11 @@ from torchopt_dist.core.vmap import differentiable
 from torchopt_dist.nn._module_copy import ModuleCopy
 from torchopt_dist.nn._tensor_dicts import (
     all_containers,
-    buffer_containers,
+    has_buffers,
     parameter_containers,
     parts_and_parameters,
     parts_of,
+    tensor_containers,
 )
 
 __all__ = ["Model", "ModuleModel", "Places", "TreeModel", "holders", "model_of", "references"]
@@ -62,7 +63,7 @@ class Model(ABC):
                 )
         self.buffers = []
         seen: dict[int, int] = {}
-        self.first_places = [seen.setdefault(id(leaf), place) for place, leaf in enumerate(self.leaves)]
+        self.first_places = list(map(seen.setdefault, map(id, self.leaves), count()))
         moved = set(map(id, differentiable(self.leaves)))
         self.moved_places = [
             place
@@ -159,7 +160,7 @@ class ModuleModel(Model):
         self._place_of = {name: places[id(leaf)] for name, leaf in named.items()}
         self._names = sorted(named, key=self._place_of.__getitem__)
         self.module = module
-        self.buffers = list(module.buffers()) if any(buffer_containers(parts)) else []
+        self.buffers = list(module.buffers()) if has_buffers(parts) else []
         self._leaves = self.leaves
         self._copy_anew(module, self.leaves, self.buffers)
 
@@ -250,10 +251,9 @@ def _copied(
     copy = ModuleCopy(module, _itself, _itself)
     index = dict(zip(map(id, [*leaves, *buffers]), count(), strict=False))
     parts = parts_of(copy.module)
-    containers = [*parameter_containers(parts), *buffer_containers(parts)]
     places = [
         (container, name, index[id(tensor)])
-        for container in containers
+        for container in tensor_containers(parts)
         for name, tensor in container.items()
         if tensor is not None and id(tensor) in index
     ]

@@ -109,7 +109,7 @@ class Implicit(Adjoint):
         places = loop.model.moved_places
         params = list(outcome.carry.params)
         solver = solve_cg() if self.solver is None else as_solver(self.solver)
-        point = [params[place] for place in places]
+        point = list(map(params.__getitem__, places))
         declared = list(loop.declared)
         with torch.enable_grad():
             if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these

@@ -47,11 +47,7 @@ from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.distributed.worker.gradient_sums import with_gradients
 from torchopt_dist.errors import NotInitializedError, SerializationError
 from torchopt_dist.process.future import Future
-from torchopt_dist.torch_private import (
-    engine_keeps_graph,
-    engine_run,
-    transforms_are_active,
-)
+from torchopt_dist.torch_private import engine_keeps_graph, engine_run, transforms_are_active
 
 __all__ = ["RemoteGraph"]
 
