@@ -9,10 +9,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
-    "files": 371,
-    "classes": 524,
-    "lines of code": 40_090,
-    "files that use private names of torch": 95,
+    "files": 367,
+    "classes": 523,
+    "lines of code": 40_048,
+    "files that use private names of torch": 71,
 }
 LONGEST = 575
 """Lines of a module, which is read in one sitting."""
@@ -44,13 +44,18 @@ def lines_of_code(source: str) -> int:
     return len(lines - texts)
 
 
+def uses_private_names(source: str) -> bool:
+    """Whether a module imports ``torch_private`` or from it; so does that room itself."""
+    return "torchopt_dist.torch_private import" in source or "torchopt_dist import torch_private" in source
+
+
 def test_the_package_is_no_larger_than_it_was() -> None:
     sources = [path.read_text("utf-8") for path in sorted(PACKAGE.rglob("*.py"))]
     found = {
         "files": len(sources),
         "classes": sum(isinstance(node, ast.ClassDef) for s in sources for node in ast.walk(ast.parse(s))),
         "lines of code": sum(map(lines_of_code, sources)),
-        "files that use private names of torch": sum("torchopt_dist.torch_private" in s for s in sources),
+        "files that use private names of torch": sum(map(uses_private_names, sources)),
     }
     assert {name: count for name, count in found.items() if count > AT_MOST[name]} == {}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchopt_dist as todist
-from torchopt_dist.core import generators
+from torchopt_dist.core import generators, random_turns
 
 
 class Gpu:
@@ -25,7 +25,7 @@ class Gpu:
         monkeypatch.setattr("torch.cuda.random.device_count", lambda: 1)
         monkeypatch.setattr("torch.cuda.random.current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", type(torch.cuda._lazy_seed_tracker)())
-        for module in (generators, todist.diff.adjoints._randomness):
+        for module in (generators, random_turns):
             monkeypatch.setattr(module, "WITH_GPUS", True)
 
     def rand(self) -> Tensor:

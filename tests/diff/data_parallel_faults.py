@@ -117,6 +117,9 @@ def messages() -> dict[str, str]:
         "one alone": lambda: run(loss=alone, meta=x),
         "shapes": lambda: run(torch.ones(2 + rank, requires_grad=True), loss=lambda w: (w**2).sum()),
         "values": lambda: run(torch.ones(2).add(rank).requires_grad_()),
+        "values of samples": lambda: torch.vmap(lambda w: run(w, loss=lambda w: (w**2).sum()).params)(
+            torch.ones(3, 2).add(rank).requires_grad_()
+        ),
         "meta": lambda: run(meta=x.detach().add(rank).requires_grad_()),
         "not in meta": lambda: run(parallel=todist.DataParallel(own=x)),
         "in the optimizer": lambda: todist.inner_loop(

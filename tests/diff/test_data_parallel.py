@@ -92,6 +92,7 @@ MESSAGES = {
     "one alone": "no such example",
     "shapes": "the shapes of parameters differ",
     "values": "the parameters must be the same on all ranks with `parallel`, got others on rank 1",
+    "values of samples": "the parameters must be the same on all ranks with `parallel`, got others on rank 1",
     "meta": "the replicated meta tensors must be the same on all ranks with `parallel`",
     "not in meta": "`own` of DataParallel must be of tensors that `meta` lists",
     "in the optimizer": "`own` of DataParallel must not have tensors that the optimizer uses",

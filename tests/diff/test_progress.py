@@ -160,6 +160,19 @@ def test_inside_vmap_a_step_is_told_once_with_the_loss_of_the_sample(adjoint: An
     assert told == [(0, 0), (1, 0), (2, 0)]
 
 
+def test_inside_vmap_the_loss_that_is_shown_is_the_mean_of_the_samples(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_bar, "LOG_SECONDS", 0.0)
+    bar = progress_bar.StepsBar("steps", 2)
+    with caplog.at_level(logging.INFO, logger=progress_bar.__name__):
+        torch.vmap(lambda loss: (bar(0, loss), loss)[1])(torch.tensor([1.0, 2.0]))
+        torch.func.grad(lambda loss: (bar(1, loss), loss)[1])(torch.tensor(3.0))
+    inside, hidden = caplog.messages
+    assert "loss 1.5," in inside
+    assert "loss" not in hidden
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

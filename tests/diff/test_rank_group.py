@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchopt_dist as todist
 from tests.processes import ROOT, finish, free_port, start_python
 from torchopt_dist.collectives.watched_group import WatchedGroup
+from torchopt_dist.diff.adjoints import _agreement
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
 from torchopt_dist.diff.adjoints._signs import Signs
 
@@ -183,3 +184,18 @@ def test_a_program_with_loops_on_ranks_ends_well(tmp_path: Path) -> None:
             for rank in ("0", "1")
         )
     )
+
+
+def test_inside_vmap_ranks_compare_the_values_of_all_samples() -> None:
+    found: list[list[float]] = []
+    texts: list[str] = []
+
+    def compare(x: torch.Tensor) -> torch.Tensor:
+        found.append(_agreement._sums([x, torch.arange(3)]))
+        texts.append(_agreement.description_of(x))
+        return x
+
+    torch.vmap(compare)(torch.tensor([3.0, 4.0]))
+    torch.func.grad(compare)(torch.tensor(2.0))
+    assert found[0] == [7.0, 5.0, 3.0, 5.0**0.5]
+    assert texts == ["float32[](3, 4)", "float32[]"]

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 
 from tests.rows import each_row
 from torchopt_dist import linalg, linear_solve
+from torchopt_dist.core import vjp
 from torchopt_dist.diff.implicit import custom_fixed_point, custom_root
-from torchopt_dist.linear_solve import _closure
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
@@ -70,6 +70,6 @@ def test_reverse_mode_gives_the_derivative(solution: str) -> None:
 def test_solves_work_where_torch_does_not_say_whether_forward_mode_is_active(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_closure, "forward_mode_is_active", lambda: True)  # its answer without torch's name
+    monkeypatch.setattr(vjp, "forward_mode_is_active", lambda: True)  # its answer without torch's name
     solution = linear_solve.solve_cg()(lambda v: v * 2, torch.ones(2))
     torch.testing.assert_close(solution, torch.full((2,), 0.5))

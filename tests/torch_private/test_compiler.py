@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import torch_private as private
+from torchopt_dist.core import programs
 from torchopt_dist.core.meaning import Family, Meaning, RefusedError
+from torchopt_dist.core.vjp import leaf_like
 
 config = pytest.importorskip("torch._dynamo.config")
 
@@ -35,13 +37,14 @@ def test_code_that_is_traced_in_the_context_knows_it() -> None:
 def test_a_leaf_is_one_that_a_gradient_is_taken_with_respect_to_also_where_it_is_traced() -> None:
     def twice(x: Tensor) -> Tensor:
         with torch.enable_grad():
-            leaf = private.traced_leaf(x)
+            leaf = leaf_like(x)
             (first,) = torch.autograd.grad((leaf**3).sum(), leaf, create_graph=True)
             return torch.autograd.grad(first.sum(), leaf)[0].detach()
 
     x = torch.tensor([1.0, 2.0])
-    assert private.traced_leaf(x).is_leaf
+    assert leaf_like(x).is_leaf
     assert not x.requires_grad
+    programs.take_leaves_as_they_are()
     with private.tracing_gradients(), torch.no_grad():
         assert torch.compile(twice, backend="eager", fullgraph=True)(x).tolist() == [6.0, 12.0]
 

@@ -67,23 +67,6 @@ def test_what_means_something_for_a_forward_is_found_by_its_name_unless_that_is_
     )
 
 
-def test_attributes_are_listed_or_those_that_were_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(nn.Linear):
-        """A class whose attributes nobody has noted."""
-
-    module = nn.Sequential(Own(2, 1))
-    module[0].extra = 3
-    monkeypatch.setattr(private.modules, "_COMPILER_LISTS", True)
-    assert private.attributes_of(module[0]) is vars(module[0])
-    monkeypatch.setattr(private.modules, "_COMPILER_LISTS", False)
-    with pytest.raises(NotImplementedError, match=r"compiler of torch \S+ cannot list what a module has"):
-        private.attributes_of(module[0])
-    private.note_attributes(module)
-    assert private.attributes_of(module[0]) == vars(module[0])
-    other = Own(1, 1)
-    assert private.attributes_of(other) == vars(other)  # which has no `extra`
-
-
 def test_without_the_name_of_the_hooks_a_module_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def hook(*_: object) -> None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import torchopt_dist as todist
 from torchopt_dist import torch_private as private
@@ -22,14 +22,6 @@ def test_autocast_is_found_to_be_on_even_where_it_is_asked_device_by_device(
         assert private.autocast_is_on()
         with torch.autocast("cpu", enabled=False):
             assert not private.autocast_is_on()
-
-
-def test_an_operation_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = torch.ops.aten.relu
-    assert (private.name_of_op(op), private.name_of_op(op.default)) == ("aten.relu", "aten.relu.default")
-    assert private.name_of_op(torch.relu) is None
-    monkeypatch.setattr(private.ops, "_KINDS_OF_OPS", frozenset())
-    assert private.name_of_op(op) is None
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
@@ -57,24 +49,6 @@ def test_no_op_has_a_kernel_where_the_dispatcher_does_not_say(monkeypatch: pytes
     assert not private.has_kernel("todist::no_such_op", "cpu")
     monkeypatch.delattr(torch._C, "_dispatch_has_kernel_for_dispatch_key")
     assert not private.has_kernel("aten::add.Tensor", "cpu")
-
-
-@pytest.mark.parametrize("hide", [False, True])
-def test_a_function_is_traced_where_the_compiler_cannot_be_kept_out(
-    monkeypatch: pytest.MonkeyPatch, hide: bool
-) -> None:
-    if hide:
-        monkeypatch.delattr(torch._compile, "_disable_dynamo")
-    traced = []
-
-    @private.left_to_python
-    def double(x: Tensor) -> Tensor:
-        traced.append(torch.compiler.is_compiling())
-        return 2 * x
-
-    compiled = torch.compile(lambda x: double(x) + 1, backend="eager")
-    assert compiled(torch.ones(1)).item() == 3.0
-    assert traced == [hide]
 
 
 def test_gradients_without_memory_are_known_unless_the_name_is_missing(

@@ -11,7 +11,6 @@ import numpy as np
 
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.reached import CONTAINERS, Node, Place, free_names, is_structure, map_parts, name_of
-from torchopt_dist.torch_private import original_of
 
 __all__ = ["Copies"]
 
@@ -103,9 +102,8 @@ class Copies:
 
     def _function(self, node: Node) -> Any:
         function = node.thing
-        compiled = original_of(function)
-        if compiled is not None:
-            return self.of(compiled)
+        if node.is_wrapper:
+            return self.of(node.parts[0])
         cells = list(function.__closure__ or ())
         replaced = [(place, number) for place, number in node.cells.items() if self._is_other(number)]
         for place, _ in replaced:

@@ -32,7 +32,7 @@ class _Chosen(threading.local):
     """Of this thread: replacements, the innermost last."""
 
     def __init__(self) -> None:
-        self.at: dict[Place, list[ReplacementFn]] = {}
+        self.at: dict[Place, list[tuple[ReplacementFn, Callable[[], bool] | None]]] = {}
 
 
 _places = _Places()
@@ -40,20 +40,23 @@ _chosen = _Chosen()
 
 
 @contextmanager
-def replaced(module: ModuleType | type, functions: Mapping[str, ReplacementFn]) -> Iterator[None]:
+def replaced(
+    module: ModuleType | type, functions: Mapping[str, ReplacementFn], where: Callable[[], bool] | None = None
+) -> Iterator[None]:
     """A context in which this thread calls others wherever it asks a module by a name.
 
     Args:
         module: ``torch``, another module of torch, or a class of torch, for ``__new__``.
         functions: name → what is called. Its first argument is the function that it replaces, torch's or that of a
             context around this one.
+        where: whether to call it, asked at each call; always, if not given.
     """
     by_place = {(module, name): function for name, function in functions.items()}
     with _places.lock:
         for place in by_place:
             _enter(place)
     for place, function in by_place.items():
-        _chosen.at.setdefault(place, []).append(function)
+        _chosen.at.setdefault(place, []).append((function, where))
     try:
         yield
     finally:
@@ -111,6 +114,7 @@ def _leave(place: Place) -> None:
 
 def _call(place: Place, torchs: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     function = torchs
-    for replacement in _chosen.at.get(place, ()):
-        function = partial(replacement, function)
+    for replacement, where in _chosen.at.get(place, ()):
+        if where is None or where():
+            function = partial(replacement, function)
     return function(*args, **kwargs)

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchopt_dist.torch_private import sequence_numbers
+from torchopt_dist.torch_private import (
+    bytes_of_results,
+    engine_needs_node,
+    next_sequence_number,
+    sequence_numbers,
+    transforms_are_active,
+)
 
 __all__ = [
     "Edge",
-    "depends_on_others",
+    "bytes_behind",
     "edge_of",
     "edges_behind",
     "edges_of",
+    "graph_is_recorded",
     "leaf_of",
     "leaves_behind",
+    "looks_for_others",
     "make_freeable",
     "nodes_between",
+    "pass_needs",
 ]
 
 
@@ -75,7 +84,7 @@ def edges_behind(
                     waiting.append(following)
 
 
-def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor], since: int = 0) -> list[Any]:
+def nodes_between(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = (), since: int = 0) -> list[Any]:
     """The nodes of the graph on which outputs depend other than through the inputs, those of leaves included.
 
     Args:
@@ -104,28 +113,48 @@ def leaves_behind(values: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> tu
     return reached, others
 
 
-def depends_on_others(output: Tensor, inputs: Iterable[Tensor], since: int) -> bool:
-    """Whether a tensor may depend on a leaf other than by operations on the inputs since a given node.
+def looks_for_others() -> Callable[[Tensor, Iterable[Tensor]], bool]:
+    """A function: whether a tensor may depend on a leaf other than by operations from now on, on the given inputs.
 
-    It is asked in every step, so the walk is here as short as it can be.
+    It is called in every step, so the walk is there as short as it can be.
     """
-    known = {id(tensor) for tensor in inputs}
-    if output.grad_fn is None:
-        return output.requires_grad and id(output) not in known
-    number = sequence_numbers(output.grad_fn)
-    visited: set[Any] = {None, output.grad_fn}
-    waiting: list[Any] = [output.grad_fn]
-    for node in waiting:  # which grows
-        if number(node) < since:
-            return True
-        if following := node.next_functions:
-            for other, _ in following:
-                if other not in visited:
-                    visited.add(other)
-                    waiting.append(other)
-        elif (leaf := leaf_of(node)) is not None and id(leaf) not in known:
-            return True
-    return False
+    since = next_sequence_number()
+
+    def depends_on_others(output: Tensor, inputs: Iterable[Tensor]) -> bool:
+        known = {id(tensor) for tensor in inputs}
+        if output.grad_fn is None:
+            return output.requires_grad and id(output) not in known
+        number = sequence_numbers(output.grad_fn)
+        visited: set[Any] = {None, output.grad_fn}
+        waiting: list[Any] = [output.grad_fn]
+        for node in waiting:  # which grows
+            if number(node) < since:
+                return True
+            if following := node.next_functions:
+                for other, _ in following:
+                    if other not in visited:
+                        visited.add(other)
+                        waiting.append(other)
+            elif (leaf := leaf_of(node)) is not None and id(leaf) not in known:
+                return True
+        return False
+
+    return depends_on_others
+
+
+def bytes_behind(output: Tensor) -> int:
+    """How many bytes the results of all nodes of a graph take; views count as well."""
+    return sum(map(bytes_of_results, nodes_between([output])))
+
+
+def graph_is_recorded() -> bool:
+    """Whether what is computed here has a graph that can be walked, which the transforms of ``torch.func`` hide."""
+    return torch.is_grad_enabled() and not transforms_are_active()
+
+
+def pass_needs(tensor: Tensor) -> bool:
+    """Whether the backward pass that runs in this thread goes on to the node of a tensor, or to one behind it."""
+    return any(map(engine_needs_node, nodes_between([tensor])))
 
 
 def leaf_of(node: Any) -> Tensor | None:

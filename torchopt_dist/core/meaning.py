@@ -45,10 +45,10 @@ from torch import Tensor, nn
 from torchopt_dist.core.code_names import is_installed, is_numpys, reads, top_package
 from torchopt_dist.core.reached import CONTAINERS, is_structure, map_parts, parts_of
 from torchopt_dist.core.surroundings import modes
+from torchopt_dist.pickling.code_pickler import name_of_op
 from torchopt_dist.torch_private import (
     compiler_overlooks,
     hooks_of_all_modules,
-    name_of_op,
     original_of,
     source_of_arrays,
 )

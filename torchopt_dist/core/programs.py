@@ -18,7 +18,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from torchopt_dist import pytree
 from torchopt_dist.core.meaning import Family, Meaning, Record, RefusedError
 from torchopt_dist.core.reached import parts_of
+from torchopt_dist.core.vjp import leaf_like
 from torchopt_dist.torch_private import is_one_program_too_many, tracing_gradients, users_of_arrays
 
 __all__ = [
@@ -258,6 +259,7 @@ class Program:
         if self._has_arrays:  # which the compiler cannot guard where guards are chosen
             how.pop("options", None)
         how["backend"] = partial(_seen, self._look, how["backend"])
+        take_leaves_as_they_are()
         return torch.compile(own, fullgraph=True, dynamic=None if self._takes_numbers else False, **how)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -294,6 +296,13 @@ class Program:
         with tracing_gradients(limit(), filter(None, map(_source, self._changed))):
             made = self._compiled(*arguments)
         return pytree.map_tensors(torch.clone, made) if captured else made
+
+
+@cache
+def take_leaves_as_they_are() -> None:
+    """Have the compiler call :func:`leaf_like` without a look into it, once for all, where it must not look."""
+    if not torch.__version__ >= "2.13":  # by numbers: a `TorchVersion`
+        torch.compiler.allow_in_graph(leaf_like)
 
 
 def _source(place: str) -> str:

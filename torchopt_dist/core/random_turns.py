@@ -16,12 +16,21 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, Self
 
 import torch
 
-from torchopt_dist.core.generators import States, draw, draw_from, have_changed, restore, seed_all, states
+from torchopt_dist.core.generators import (
+    WITH_GPUS,
+    States,
+    draw,
+    draw_from,
+    have_changed,
+    restore,
+    seed_all,
+    states,
+)
 from torchopt_dist.torch_private import asking_thread, outside_of_transforms, transforms_are_active
 
 __all__ = [
@@ -29,8 +38,10 @@ __all__ = [
     "change_generators",
     "draw_seed",
     "draw_seed_returnable",
+    "kept_generators",
     "lent",
     "seed_of_task",
+    "seed_step",
     "visiting",
 ]
 
@@ -196,6 +207,27 @@ def change_generators(change: Callable[P, object], *args: P.args, **kwargs: P.kw
         _look()
         change(*args, **kwargs)
         _see()
+
+
+def seed_step(seed: int, number: int) -> None:
+    """Seed the generators for one step."""
+    own = (seed + number * 0x9E3779B97F4A7C15) % 2**63
+    change_generators(seed_all if WITH_GPUS else torch.default_generator.manual_seed, own)
+
+
+def kept_generators() -> AbstractContextManager[None]:
+    """Restore the states of the generators when the context is left."""
+    return _Kept()
+
+
+class _Kept:
+    """As a class, which is entered and left sooner than a generator with ``contextmanager``."""
+
+    def __enter__(self) -> None:
+        self._before = states()
+
+    def __exit__(self, *exception: object) -> None:
+        change_generators(restore, self._before)
 
 
 def draw_seed() -> int:

@@ -60,7 +60,7 @@ class Place(NamedTuple):
 class Node:
     """A thing on the way to others."""
 
-    __slots__ = ("cells", "names", "parts", "thing")
+    __slots__ = ("cells", "is_wrapper", "names", "parts", "thing")
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
@@ -70,6 +70,8 @@ class Node:
         """For a function: the numbers of places, by the numbers of its cells."""
         self.names: dict[str | None, int] = {}
         """The numbers of places, by global names, or by names of attributes; of its entries by ``None``."""
+        self.is_wrapper = False
+        """Whether it is what the compiler has made of its only part."""
 
 
 class Walk:
@@ -162,7 +164,7 @@ class Walk:
     def _function(self, function: FunctionType) -> None:
         compiled = original_of(function)
         if compiled is not None:
-            self._node(function, [compiled])
+            self._node(function, [compiled]).is_wrapper = True
             return
         variables = function.__globals__
         is_users = self._is_users(variables.get("__name__"))

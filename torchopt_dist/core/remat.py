@@ -22,7 +22,7 @@ from torch import Tensor
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.second_order import guarded, nodes_of, refuse_left_out
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.core.vjp import pull
+from torchopt_dist.core.vjp import has_derivative, pull
 from torchopt_dist.formulas.normalization_nodes import is_mended, mend
 from torchopt_dist.torch_private import apply_function, transforms_are_active
 
@@ -97,15 +97,17 @@ class _Remat(torch.autograd.Function):
         ctx.function, _values, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
-        ctx.differentiable = [_is_real(value) for value in output]
-        ctx.mark_non_differentiable(*[value for value in output if not _is_real(value)])
+        ctx.differentiable = [has_derivative(value) for value in output]
+        ctx.mark_non_differentiable(*[value for value in output if not has_derivative(value)])
         ctx.set_materialize_grads(transforms_are_active())  # whose rules take no `None`
 
     @staticmethod
     @in_rows
     def backward(ctx: Any, *bars: OptionalTensor) -> tuple[OptionalTensor, ...]:
         tensors = ctx.saved_tensors  # once: a checkpoint gives them up then
-        wanted = [place for place, x in enumerate(tensors) if ctx.needs_input_grad[place + 2] and _is_real(x)]
+        wanted = [
+            place for place, x in enumerate(tensors) if ctx.needs_input_grad[place + 2] and has_derivative(x)
+        ]
         given = [
             place
             for place, (bar, is_real) in enumerate(zip(bars, ctx.differentiable, strict=True))
@@ -131,7 +133,7 @@ class _Remat(torch.autograd.Function):
     def jvp(ctx: Any, _function: None, _values: None, *dots: OptionalTensor) -> tuple[OptionalTensor, ...]:
         tensors = ctx.saved_tensors
         moving = {
-            place: dot for place, dot in enumerate(dots) if dot is not None and _is_real(tensors[place])
+            place: dot for place, dot in enumerate(dots) if dot is not None and has_derivative(tensors[place])
         }
         pushed = _Pushed(ctx.function, len(tensors), list(moving), ctx.differentiable)
         made = iter(apply(pushed, *tensors, *moving.values()))
@@ -229,8 +231,3 @@ class _Pushed(_Pulled):
             bars = [torch.zeros_like(value).requires_grad_() for value in values]
             grads = apply(_Pulled(self.function, self.count, self.wanted, self.given), *arguments, *bars)
             return pull(grads, bars, dots, is_recorded)
-
-
-def _is_real(tensor: Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()

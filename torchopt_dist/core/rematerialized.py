@@ -19,13 +19,8 @@ from torchopt_dist.core.remat import apply
 from torchopt_dist.core.substitution import Finding, Substitute, finding
 from torchopt_dist.core.surroundings import Surroundings
 from torchopt_dist.core.uncompiled import uncompiled
-from torchopt_dist.torch_private import (
-    buffers_of,
-    forward_mode_is_active,
-    is_functorch_tensor,
-    outside_of_transforms,
-    transforms_are_active,
-)
+from torchopt_dist.core.vmap import same_values
+from torchopt_dist.torch_private import buffers_of, forward_mode_is_active, transforms_are_active
 
 __all__ = ["remat"]
 
@@ -237,7 +232,9 @@ class _Call:
                     "no gradient. Return its tensors"
                 )
         self.buffers = [
-            (buffer, was) for buffer, was in self.buffers if _is_in(buffer, changed) or _differ(buffer, was)
+            (buffer, was)
+            for buffer, was in self.buffers
+            if _is_in(buffer, changed) or not same_values(buffer, was)
         ]
         buffers = [buffer for buffer, _ in self.buffers]
         others = [x for x in changed if not _is_in(x, buffers)]
@@ -276,14 +273,6 @@ class _Call:
 
 def _is_in(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
     return any(tensor is one for one in tensors)
-
-
-def _differ(buffer: Tensor, was: Tensor) -> bool:
-    """Whether a buffer has other values; `batch_norm` changes its buffers without a mark."""
-    if is_functorch_tensor(buffer):
-        return True
-    with outside_of_transforms() if transforms_are_active() else nullcontext():
-        return buffer.shape != was.shape or not torch.equal(buffer, was)
 
 
 def _without_autocasts_cache() -> AbstractContextManager[object]:

@@ -16,9 +16,21 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.torch_private import grad_of_edges, transforms_are_active
+from torchopt_dist.torch_private import forward_mode_is_active, grad_of_edges, transforms_are_active
 
-__all__ = ["Tensors", "edges", "plus", "pull", "pulled_back", "refuse_forward_mode", "takes_duals", "vjp"]
+__all__ = [
+    "Tensors",
+    "edges",
+    "has_derivative",
+    "leaf_like",
+    "may_be_differentiated",
+    "plus",
+    "pull",
+    "pulled_back",
+    "refuse_forward_mode",
+    "takes_duals",
+    "vjp",
+]
 
 Tensors: TypeAlias = list[Tensor]
 
@@ -135,13 +147,30 @@ def plus(one: OptionalTensor, other: OptionalTensor) -> OptionalTensor:
 
 
 def takes_duals() -> bool:
-    """Whether a level of forward-mode differentiation is open, by torch's public names."""
+    """Whether a level of forward-mode differentiation is open, also by torch's public names."""
+    if not forward_mode_is_active():
+        return False
     zero = torch.zeros(())
     try:
         forward_ad.make_dual(zero, zero)
     except RuntimeError:
         return False
     return True
+
+
+def leaf_like(tensor: Tensor) -> Tensor:
+    """A new leaf with a tensor's values, also where the compiler traces, which in torch 2.11 refuses the method."""
+    return tensor.detach().requires_grad_()
+
+
+def has_derivative(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of real or complex numbers."""
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def may_be_differentiated() -> bool:
+    """Whether what a backward pass computes here is recorded, or is inside of transforms, which do not say so."""
+    return torch.is_grad_enabled() or transforms_are_active()
 
 
 def refuse_forward_mode() -> NoReturn:

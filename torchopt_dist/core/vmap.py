@@ -6,10 +6,11 @@ parameters of its own, the gradients of the sum of all losses are those of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,25 +19,31 @@ from torchopt_dist.formulas.attention import without_fast_path
 from torchopt_dist.torch_private import (
     batch_of,
     batched,
+    is_functorch_tensor,
     outside_of_transforms,
     transform_level,
+    transforms_are_active,
     vmap_randomness,
     vmaps,
 )
 
 __all__ = [
+    "Samples",
     "Values",
-    "Vmaps",
     "detach_",
     "detached",
+    "differentiable",
     "for_each_sample",
     "has_history",
     "leaf",
+    "same_values",
+    "samples_around",
     "values_of",
-    "vmaps_to_enter_again",
+    "visible",
 ]
 
 T = TypeVar("T")
+_HERE = nullcontext()
 
 
 class Values(NamedTuple):
@@ -83,6 +90,8 @@ def values_of(tensor: Tensor, levels: list[tuple[int, int]] | None = None) -> Va
 
 def for_each_sample(tensor: Tensor) -> Tensor:
     """The same tensor expanded to each sample of each ``vmap``; gradients flow back to the given one."""
+    if not transforms_are_active():
+        return tensor
     values, dims = values_of(tensor)
     if all(dim is not None for dim in dims):
         return tensor
@@ -93,6 +102,39 @@ def for_each_sample(tensor: Tensor) -> Tensor:
     return values
 
 
+def visible(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor for all samples, to be read; ``None`` where another transform than ``vmap`` hides them."""
+    values = values_of(tensor).values if transforms_are_active() else tensor
+    return None if is_functorch_tensor(values) else values.detach()
+
+
+def same_values(before: Tensor, now: Tensor) -> bool:
+    """Whether a tensor is known to have the values that it had; not inside a transform, whose tensors hide theirs."""
+    if transforms_are_active():
+        if is_functorch_tensor(before) or is_functorch_tensor(now):
+            return False
+        with outside_of_transforms():
+            return same_values(before, now)
+    if before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
+        return False
+    return bool(((before == now) | (before.isnan() & now.isnan())).all())
+
+
+def differentiable(tensors: Iterable[Any]) -> list[Tensor]:
+    """The tensors that may have a gradient, each once; a transform hides which of its own require grad."""
+    active = transforms_are_active()
+    found: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and (
+            tensor.requires_grad
+            or (
+                active and is_functorch_tensor(tensor) and (tensor.is_floating_point() or tensor.is_complex())
+            )
+        ):
+            found[id(tensor)] = tensor
+    return list(found.values())
+
+
 def has_history(tensor: Tensor) -> bool:
     """Whether the values of a tensor are a result of others that require grad."""
     return values_of(tensor).values.grad_fn is not None
@@ -100,6 +142,8 @@ def has_history(tensor: Tensor) -> bool:
 
 def leaf(tensor: Tensor) -> Tensor:
     """The values of a tensor without their history; they require grad."""
+    if not transforms_are_active():
+        return tensor.detach().requires_grad_()
     if transform_level() > len(vmaps()):
         return tensor  # another transformation is around, and its tensors cannot be made leaves
     return detached(tensor, requires_grad=True)
@@ -134,35 +178,98 @@ def detached(tensor: Tensor, *, requires_grad: bool | None = None, copy: bool = 
     return held.tensor(values)
 
 
-class Vmaps(NamedTuple):
-    """The ``vmap`` levels that were active, the outermost first, which can be entered again after they have ended."""
+@dataclass(frozen=True)
+class Samples:
+    """The samples of every ``vmap`` around, which can be entered again when it has ended; without one a single sample.
 
-    sizes: tuple[int, ...]
-    """How many samples each has."""
-    randomness: tuple[str, ...]
+    A tensor inside ``vmap`` consists of the values of all samples and the level of nesting. So the tensors that a
+    function has closed over are valid again inside another ``vmap`` of the same level and size.
+    """
+
+    levels: tuple[tuple[int, int], ...] = ()
+    """Nesting and size of each ``vmap``, the outermost first."""
+    randomness: tuple[str, ...] = ()
     """``vmap``'s argument of this name."""
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many samples each ``vmap`` has."""
+        return tuple(size for _, size in self.levels)
+
+    def outside(self) -> AbstractContextManager[object]:
+        """A context outside every ``vmap``, where values are ordinary tensors with a history."""
+        return outside_of_transforms() if self.levels else _HERE
+
+    def values(self, tensors: Sequence[Tensor]) -> list[Values]:
+        """The values of tensors for all samples."""
+        return [values_of(tensor, list(self.levels)) for tensor in tensors]
+
+    def values_of_each(self, tensors: Sequence[Tensor]) -> list[Values]:
+        """The values of tensors, with separate ones for each sample."""
+        return self.values([for_each_sample(tensor) for tensor in tensors] if self.levels else tensors)
+
+    def tensors(self, held: Sequence[Values], values: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that have other values, of the shapes of those that are held."""
+        if not self.levels:
+            return list(values)
+        return [one.tensor(value) for one, value in zip(held, values, strict=True)]
+
+    def stacked(self, values: Tensor) -> Values:
+        """Of values whose first dimensions count the samples."""
+        return Values(values, (0,) * len(self.levels))
+
+    def entry(self, values: Tensor) -> Tensor:
+        """Inside: the tensor that has the values whose first dimensions count the samples."""
+        return self.stacked(values).tensor()
+
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Inside: the values of a tensor, whose first dimensions count the samples."""
+        (held,) = self.values_of_each([tensor])
+        values = held.values
+        # A dimension is counted among those of the tensor that the next ``vmap`` further out sees.
+        for depth, dim in enumerate(held.dims):
+            assert dim is not None
+            values = values.movedim(depth + dim, depth)
+        return values
+
     def call(self, function: Callable[[], T]) -> T:
-        """Called outside all transforms: call a function inside these levels, with their tensors as they were."""
+        """Called outside all transforms: call a function inside these levels, with their tensors as they were.
+
+        Raises:
+            NotImplementedError: another transformation is active.
+        """
+        if not self.levels:
+            return function()
         made: list[T] = []
         with without_fast_path():
             self._enter(lambda: made.append(function()), 0, torch.empty(0, device="cpu"))
         return made[0]
 
     def _enter(self, function: Callable[[], None], depth: int, sample: Tensor) -> Tensor:
-        if depth == len(self.sizes):
-            function()
-        else:
+        if depth < len(self.levels):
             inside = partial(self._enter, function, depth + 1)
             torch.vmap(inside, randomness=self.randomness[depth])(
-                torch.empty(self.sizes[depth], device="cpu")
+                torch.empty(self.levels[depth][1], device="cpu")
             )
+        elif tuple(vmaps()) != self.levels:
+            raise NotImplementedError(
+                "a backward pass through an inner loop of `torch.vmap` cannot be inside another transformation: "
+                "call `backward()` or `torch.autograd.grad` outside of it"
+            )
+        else:
+            function()
         return sample
 
+    def again(self, function: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+        """As :meth:`call`, for a function that returns tensors: the values of these, as :meth:`stack` gives them."""
+        return self.call(lambda: [self.stack(found) for found in function()])
 
-def vmaps_to_enter_again() -> Vmaps | None:
-    """The active ``vmap`` levels; ``None`` if there is none, or if another transformation is active."""
+
+def samples_around() -> Samples | None:
+    """The samples of every ``vmap`` that is active; ``None`` if another transformation is, too."""
+    if not transforms_are_active():
+        return Samples()
     levels, randomness = vmaps(), vmap_randomness()
     if randomness is None or not levels or len(levels) < transform_level():
         return None
-    return Vmaps(tuple(size for _, size in levels), tuple(randomness))
+    return Samples(tuple(levels), tuple(randomness))

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist.arguments.numbers import integer
+from torchopt_dist.core.random_turns import kept_generators
 from torchopt_dist.core.types import OptState, Params
+from torchopt_dist.core.vmap import differentiable
 from torchopt_dist.diff.adjoints import Adjoint, Implicit, Recorded, Replayed, Truncated
-from torchopt_dist.diff.adjoints._declared import differentiable, tensors_of_meta, tensors_within
-from torchopt_dist.diff.adjoints._randomness import kept_generators
+from torchopt_dist.diff.adjoints._declared import tensors_of_meta, tensors_within
 from torchopt_dist.diff.adjoints._store import lengths, number_of_bytes, unit_of
 from torchopt_dist.diff.inner_loop import batches_and_steps, inner_loop
 from torchopt_dist.process.table import bytes_text, seconds_text, table

@@ -17,16 +17,24 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.core import vmap
 from torchopt_dist.core.binding import bind
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.second_order import refuse_left_out
 from torchopt_dist.core.types import LinearSolver, OptionalTensor, TensorTree
 from torchopt_dist.core.uncompiled import uncompiled
-from torchopt_dist.core.vjp import Tensors, pull, pulled_back, refuse_forward_mode, vjp
+from torchopt_dist.core.vjp import (
+    Tensors,
+    has_derivative,
+    may_be_differentiated,
+    pull,
+    pulled_back,
+    refuse_forward_mode,
+    vjp,
+)
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve._operator import LinearOperator, Product, TransposedJacobian
 from torchopt_dist.linear_solve.solver import Solver
-from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Adjoint", "custom_fixed_point", "custom_root"]
 
@@ -206,7 +214,7 @@ def attach(
     """
     x, spec = pytree.flatten(solution)
     for leaf in x:
-        if not _is_real(leaf):
+        if not has_derivative(leaf):
             got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(f"the solution must be a tree of floating-point tensors, got a leaf of {got}")
     everything: Any = [list(others), named]
@@ -214,13 +222,13 @@ def attach(
     counts = [len(pytree.flatten(other)[0]) for other in others]
     wanted = [place in places for place, count in enumerate(counts) for _ in range(count)]
     wanted += [False] * (len(leaves) - len(wanted))
-    ours = [n for n, leaf in enumerate(leaves) if _is_real(leaf) and wanted[n]]
+    ours = [n for n, leaf in enumerate(leaves) if has_derivative(leaf) and wanted[n]]
     fixed = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and n not in set(ours)]
     tensors = [leaves[n] for n in ours] + [leaves[n].detach() for n in fixed]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    paired = [leaf.is_complex() for leaf in x]
+    paired = list(map(Tensor.is_complex, x))
     equation = _Equation(optimality_fn, spec, arguments, rest, [*ours, *fixed], paired, look, batch)
-    detached = _real_pairs([leaf.detach() for leaf in x])
+    detached = _real_pairs(list(map(Tensor.detach, x)))
     made = _Root.apply(equation, solver, len(x), *detached, *tensors)
     return pytree.unflatten(spec, _complex_again(made, paired))
 
@@ -272,13 +280,8 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(equation: _Equation, solver: Solver, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        x = tensors[:count]
-        if (
-            transforms_are_active()
-        ):  # samples may have one solution in common, but each has a gradient of its own
-            for other in tensors[count:]:
-                x = tuple(leaf + other.new_zeros((), dtype=leaf.dtype, device=leaf.device) for leaf in x)
-        return tuple(leaf.clone() for leaf in x)
+        # Samples may have one solution in common, but each has a gradient of its own.
+        return tuple([vmap.for_each_sample(x).clone() for x in tensors[:count]])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -298,7 +301,7 @@ class _Root(torch.autograd.Function):
         equation, solver = ctx.equation, ctx.solver
         x, others = saved[: ctx.count], saved[ctx.count :]
         wanted = ctx.needs_input_grad[3 + ctx.count :]
-        linearized = _linearized if torch.is_grad_enabled() or transforms_are_active() else _linearized_once
+        linearized = _linearized if may_be_differentiated() else _linearized_once
         with torch.autocast(grads[0].device.type, enabled=False):
             values, pulled, operator, params = linearized(equation, x, others, wanted)
             refuse_left_out(values)
@@ -392,10 +395,7 @@ def _cut(tree: Any, *, keep: bool = False) -> Any:
     """The tree with tensors detached from their history; with ``keep`` they require grad as before."""
 
     def cut(tensor: Tensor) -> Tensor:
-        detached = tensor.detach()
-        if keep and tensor.requires_grad and not transforms_are_active():
-            detached.requires_grad_()
-        return detached
+        return vmap.leaf(tensor.detach()) if keep and tensor.requires_grad else tensor.detach()
 
     return pytree.map_tensors(cut, tree)
 
@@ -410,7 +410,3 @@ def _complex_again(leaves: Sequence[Tensor], paired: Sequence[bool]) -> Tensors:
         torch.complex(leaf[..., 0], leaf[..., 1]) if is_paired else leaf
         for leaf, is_paired in zip(leaves, paired, strict=True)
     ]
-
-
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -23,6 +23,7 @@ from torchopt_dist.core.programs import CompileMode, check_mode
 from torchopt_dist.core.random_turns import draw_seed
 from torchopt_dist.core.types import OptState, Params
 from torchopt_dist.core.vjp import takes_duals
+from torchopt_dist.core.vmap import differentiable
 from torchopt_dist.diff.adjoints import (
     SAMA,
     Adjoint,
@@ -33,10 +34,9 @@ from torchopt_dist.diff.adjoints import (
     Reptile,
     Truncated,
 )
-from torchopt_dist.diff.adjoints._attributes import refuse_state_in_attributes
+from torchopt_dist.diff.adjoints._checks import refuse_state_in_attributes
 from torchopt_dist.diff.adjoints._declared import (
     consists_of_numbers,
-    differentiable,
     tensors_of_batches,
     tensors_of_meta,
     tensors_within,
@@ -49,7 +49,6 @@ from torchopt_dist.diff.adjoints._stream import Stream
 from torchopt_dist.diff.compiled._loop import compiled
 from torchopt_dist.diff.data_parallel import DataParallel, run_together
 from torchopt_dist.process.progress_bar import StepsBar, both
-from torchopt_dist.torch_private import forward_mode_is_active
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["InnerLoopResult", "batches_and_steps", "inner_loop"]
@@ -328,7 +327,7 @@ def _inner_loop(
         ),
         accumulation=micro_batches,
     )
-    if forward_mode_is_active() and takes_duals() and not isinstance(adjoint, Recorded):
+    if takes_duals() and not isinstance(adjoint, Recorded):
         raise NotImplementedError(
             f"an inner loop with todist.{type(adjoint).__name__} has no forward-mode derivative: use reverse mode, or "
             "todist.Recorded()"
@@ -344,7 +343,8 @@ def _inner_loop(
     if parallel is not None:
         loop = parallel.spread(loop, adjoint, meta)
     bar = StepsBar("inner_loop", count) if progress else None
-    loop = replace(loop, tell=both(bar, callback))
+    if bar is not None or callback is not None:
+        loop = replace(loop, tell=both(bar, callback))
     with nullcontext() if bar is None else closing(bar):
         if not recording:
             outcome = loop.run(loop.training_step, loop.own(loop.first))

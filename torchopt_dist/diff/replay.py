@@ -12,8 +12,8 @@ Walther, Algorithm 799: revolve, 2000; there the sweep ends before the last step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,20 +25,19 @@ from torchopt_dist import pytree
 from torchopt_dist.core import remat
 from torchopt_dist.core.rows import goes_one_by_one
 from torchopt_dist.core.second_order import refuse_left_out
-from torchopt_dist.core.surroundings import forget_casts, modes
+from torchopt_dist.core.surroundings import modes
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.core.vjp import plus, pulled_back
-from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome, Seen
-from torchopt_dist.diff.adjoints._declared import depend_on_each_other, leaf_like
+from torchopt_dist.core.vjp import leaf_like, plus, pulled_back
+from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Outcome, Seen, overwritable
+from torchopt_dist.diff.adjoints._checks import refuse_undeclared
+from torchopt_dist.diff.adjoints._declared import depend_on_each_other
 from torchopt_dist.diff.adjoints._history import History, WayBack
 from torchopt_dist.diff.adjoints._loop import Loop
-from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
+from torchopt_dist.diff.adjoints._micro_batches import steps_again
 from torchopt_dist.diff.adjoints._places import state_places
-from torchopt_dist.diff.adjoints._randomness import kept_generators
 from torchopt_dist.diff.adjoints._store import Store, bytes_of, lengths, unit_of
 from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.process.resources import give_back
-from torchopt_dist.torch_private import memory_is_shared, outside_of_transforms
 
 __all__ = ["replayed"]
 
@@ -132,7 +131,7 @@ class _Replay:
         if (number := len(self.losses)) > begin:
             left = [slots for end, slots in ends.items() if end >= number]
             last = outcome.carry
-            kept = [_own(x) for x in self.tensors(last)]
+            kept = [overwritable(x) for x in self.tensors(last)]
             chain.connect(number, left[0], self.carry(kept, last), is_over=True)
         rest = outcome.carry
         # What a segment starts from is kept with it, and nowhere else.
@@ -290,7 +289,7 @@ class _Replay:
         way = None if recorded else self._way_back(segment, back.wanted, weights)
         found = None if way is None else way.known(segment.first, start)
         if found is None:
-            with self.contexts():
+            with steps_again(self.loop, self.modes):
                 found = back.through(segment, start, weights)
             if way is not None:
                 way.note(segment.first, found, back.sums)
@@ -327,19 +326,6 @@ class _Replay:
     def recorded(self) -> Loop:
         """The loop whose gradients are differentiated again."""
         return self.loop.uncompiled().without_stop()
-
-    @contextmanager
-    def contexts(self) -> Iterator[None]:
-        """The contexts in which a step runs: those in which the loop ran, with attention that has all derivatives."""
-        with ExitStack() as stack:
-            stack.enter_context(self.loop.failing())
-            if self.loop.samples:
-                stack.enter_context(outside_of_transforms())
-            stack.enter_context(kept_generators())
-            stack.enter_context(attention_by_formula())
-            stack.enter_context(self.modes.again())
-            yield
-            forget_casts()
 
     def _watch(self, seen: Seen) -> None:
         if seen.number == 0:
@@ -521,7 +507,7 @@ class _Segment(remat.Segment):
         loop = replay.recorded
         if declared:
             loop = replace(loop, others=tuple(declared))
-        with replay.contexts():
+        with steps_again(replay.loop, replay.modes):
             return replay.graph(loop, self, now, declared)
 
     def pull(
@@ -534,8 +520,3 @@ class _Segment(remat.Segment):
         recorded: bool,
     ) -> Sequence[OptionalTensor]:
         return self.replay.pull(self, tensors, wanted, given, bars, recorded=recorded)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The same values, which may be overwritten: in the same memory, if nothing else holds it."""
-    return tensor.detach().clone() if memory_is_shared(tensor) else tensor.detach()

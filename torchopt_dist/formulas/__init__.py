@@ -25,7 +25,7 @@ from torchopt_dist.formulas.normalization import (
     native_layer_norm,
 )
 from torchopt_dist.formulas.weight_norm import weight_norm
-from torchopt_dist.torch_private import places_of_weight_norm
+from torchopt_dist.torch_private import places_of_weight_norm, transforms_are_active
 
 __all__ = ["formulas_in_transforms"]
 
@@ -37,9 +37,9 @@ def formulas_in_transforms() -> Iterator[None]:
     ``torch.nn.functional`` and modules call the same functions of ``torch``, which are replaced.
     """
     with ExitStack() as stack:
-        stack.enter_context(replaced(torch, _IN_TRANSFORMS))
+        stack.enter_context(replaced(torch, _IN_TRANSFORMS, transforms_are_active))
         for module, name in places_of_weight_norm():
-            stack.enter_context(replaced(module, {name: weight_norm}))
+            stack.enter_context(replaced(module, {name: weight_norm}, transforms_are_active))
         yield
 
 

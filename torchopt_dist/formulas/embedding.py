@@ -26,7 +26,7 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """What is looked up for the padding is a constant."""
-    if padding_idx < 0 or not transforms_are_active():
+    if padding_idx < 0:
         return torchs(weight, input, padding_idx, scale_grad_by_freq, sparse)
     return padded(torchs(weight, input, -1, scale_grad_by_freq, sparse), input, padding_idx)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = [
     "batch_norm",
@@ -21,7 +20,6 @@ __all__ = [
     "layer_norm",
     "native_batch_norm",
     "native_layer_norm",
-    "need_formula",
     "normalized",
     "projected",
     "scaled",
@@ -68,9 +66,9 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """By the formula where that is needed."""
+    """By the formula, where that has torch's precision."""
     shape = tuple(normalized_shape)
-    if not need_formula(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
+    if not _is_exact(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
         return torchs(input, normalized_shape, weight, bias, eps, cudnn_enable)
     return normalized(input, tuple(range(-len(shape), 0)), weight, bias, eps=eps)
 
@@ -85,7 +83,7 @@ def native_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`layer_norm`, with the mean and the scale, which are constants in torch, too."""
     shape = tuple(normalized_shape)
-    if not need_formula(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
+    if not _is_exact(input) or tuple(input.shape[input.ndim - len(shape) :]) != shape:
         return torchs(input, normalized_shape, weight, bias, eps)
     dims = tuple(range(-len(shape), 0))
     x, scale = standardized(input, dims, eps)
@@ -104,7 +102,7 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """By the formula where that is needed; running statistics are torch's."""
+    """By the formula, where that has torch's precision; running statistics are torch's."""
     dims = (0, *range(2, input.ndim)) if training and input.ndim >= 2 else ()
     running, settings = (running_mean, running_var), (training, momentum, eps, cudnn_enabled)
     return _over(dims, torchs, input, weight, bias, running, settings)
@@ -140,7 +138,7 @@ def native_batch_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`batch_norm`, with the mean and the scale, which are constants in torch, too."""
-    if not training or input.ndim < 2 or not need_formula(input):
+    if not training or input.ndim < 2 or not _is_exact(input):
         return torchs(input, weight, bias, running_mean, running_var, training, momentum, eps)
     if running_mean is not None:
         torchs(input.detach(), None, None, running_mean, running_var, training, momentum, eps)
@@ -159,8 +157,8 @@ def _over(
     running: tuple[OptionalTensor, OptionalTensor],
     settings: tuple[bool, float, float, bool],
 ) -> Tensor:
-    """By the formula over these dimensions; torch's, if there are none or the formula is not needed."""
-    if not dims or not need_formula(input):
+    """By the formula over these dimensions; torch's, if there are none or that is coarser."""
+    if not dims or not _is_exact(input):
         return torchs(input, weight, bias, *running, *settings)
     if running[0] is not None:
         torchs(input.detach(), None, None, *running, *settings)
@@ -169,6 +167,6 @@ def _over(
     return normalized(input, dims, weight, bias, eps=eps)
 
 
-def need_formula(input: Tensor) -> bool:
-    """Whether a transform is active, and the formula has torch's precision."""
-    return transforms_are_active() and input.dtype in (torch.float32, torch.float64)
+def _is_exact(input: Tensor) -> bool:
+    """Whether the formula has torch's precision."""
+    return input.dtype in (torch.float32, torch.float64)

@@ -11,14 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchopt_dist.torch_private import transforms_are_active
-
 __all__ = ["scaled_to", "weight_norm", "weight_norm_backward"]
 
 
 def weight_norm(torchs: Callable[..., Tensor], v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """By the formula inside of transforms."""
-    return scaled_to(v, g, dim) if transforms_are_active() else torchs(v, g, dim)
+    """By the formula."""
+    del torchs
+    return scaled_to(v, g, dim)
 
 
 def scaled_to(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

@@ -21,11 +21,10 @@ from torchopt_dist.core.binding import bind
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.graphs import Edge, edge_of, edges_behind, edges_of, leaf_of, leaves_behind
 from torchopt_dist.core.substitution import Substitute, finding
-from torchopt_dist.core.vjp import Tensors, pull, refuse_forward_mode, takes_duals
+from torchopt_dist.core.vjp import Tensors, has_derivative, pull, refuse_forward_mode, takes_duals
 from torchopt_dist.linear_solve._operator import LinearOperator, Product
 from torchopt_dist.torch_private import (
     engine_run,
-    forward_mode_is_active,
     next_sequence_number,
     tensors_entering,
     transforms_are_active,
@@ -52,7 +51,7 @@ def convert(
     """
     if not callable(matvec):
         raise TypeError(f"`matvec` must be a function, got {type(matvec).__name__}")
-    if forward_mode_is_active() and takes_duals():
+    if takes_duals():
         refuse_forward_mode()
     function: Callable[..., Any] = matvec
     given: list[Any] = []
@@ -63,7 +62,7 @@ def convert(
         function = matvec.func
     bound = bind(function)
     operator = FunctionOperator(bound, spec, given_spec, tuple(given))
-    explicit = [leaf for leaf in given if _counts(leaf)]
+    explicit = list(filter(has_derivative, given))
     params, vector = explicit, leaves
     if not transforms_are_active():
         if not torch.is_grad_enabled():
@@ -82,10 +81,6 @@ def convert(
     known = {edge_of(t): t for t in explicit + bound.tensors + trial.found if t.requires_grad}
     ends = _ends(product, since, known, entering)
     return replace(operator, explicit=tuple(explicit), ends=tuple(ends)), ends
-
-
-def _counts(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _check(product: Tensors, like: Tensors) -> None:
@@ -149,7 +144,7 @@ class FunctionOperator(LinearOperator):
         args, kwargs = (), {}
         if self.given_spec is not None:
             values = iter(explicit)
-            filled = [next(values) if _counts(leaf) else leaf for leaf in self.given]
+            filled = [next(values) if has_derivative(leaf) else leaf for leaf in self.given]
             args, kwargs = pytree.unflatten(self.given_spec, filled)
         with torch.set_grad_enabled(self.needs_graph or torch.is_grad_enabled()):
             value = self.function(*args, pytree.unflatten(self.spec, vector), **kwargs)

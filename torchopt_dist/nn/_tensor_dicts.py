@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.torch_private import buffers_of, children_of, parameters_of
 
-__all__ = ["buffer_containers", "parameter_containers", "parts_and_parameters", "parts_of", "replace"]
+__all__ = [
+    "all_containers",
+    "buffer_containers",
+    "has_buffers",
+    "parameter_containers",
+    "parts_and_parameters",
+    "parts_of",
+    "replace",
+    "tensor_containers",
+]
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -28,14 +37,29 @@ def _add_parts(part: nn.Module, parts: dict[int, nn.Module]) -> None:
                 _add_parts(child, parts)
 
 
-def parameter_containers(module: nn.Module) -> list[TensorContainer]:
-    """The live dicts of parameters, one for each sub-module in the order of ``modules()``, shared ones once."""
-    return [parameters_of(part) for part in module.modules()]
+def parameter_containers(parts: Iterable[nn.Module]) -> list[TensorContainer]:
+    """The live dicts of parameters, one for each part, as ``modules()`` gives these."""
+    return list(map(parameters_of, parts))
 
 
-def buffer_containers(module: nn.Module) -> list[TensorContainer]:
-    """The live dicts of buffers, also non-persistent ones, one for each sub-module in the order of ``modules()``."""
-    return [buffers_of(part) for part in module.modules()]
+def buffer_containers(parts: Iterable[nn.Module]) -> list[TensorContainer]:
+    """The live dicts of buffers, also non-persistent ones, one for each part."""
+    return list(map(buffers_of, parts))
+
+
+def tensor_containers(parts: Sequence[nn.Module]) -> list[TensorContainer]:
+    """The live dicts of parameters, then those of buffers, one of each for each part."""
+    return [*map(parameters_of, parts), *map(buffers_of, parts)]
+
+
+def has_buffers(parts: Iterable[nn.Module]) -> bool:
+    """Whether a part has a buffer."""
+    return any(map(buffers_of, parts))
+
+
+def all_containers(parts: Sequence[nn.Module]) -> list[Any]:
+    """The live dicts of parameters, of buffers and of sub-modules, one of each for each part."""
+    return [*map(parameters_of, parts), *map(buffers_of, parts), *map(children_of, parts)]
 
 
 def parts_and_parameters(module: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torchopt_dist import pytree
 from torchopt_dist.core.types import TensorContainer
 from torchopt_dist.nn import _tensor_dicts
-from torchopt_dist.torch_private import buffers_of, children_of, parameters_of
 
 __all__ = ["MetaGradientModule"]
 
@@ -146,8 +146,9 @@ class MetaGradientModule(nn.Module):
             super().__setattr__(name, value)
             return
         self._check_initialized("meta-module" if isinstance(value, nn.Module) else "meta-parameter", name)
-        if name in parameters_of(self) or name in children_of(self) or name in buffers_of(self):
-            super().__delattr__(name)
+        if name not in vars(self):
+            with suppress(AttributeError):  # there is no such parameter, buffer or module
+                super().__delattr__(name)
         if isinstance(value, nn.Module):
             self.register_meta_module(name, value)
         else:
@@ -202,8 +203,8 @@ class MetaGradientModule(nn.Module):
             if isinstance(part, MetaGradientModule):
                 found.append(part._meta_parameters)
                 for module in part.meta_children():
-                    found += _tensor_dicts.parameter_containers(module)
+                    found += _tensor_dicts.parameter_containers(module.modules())
         return found
 
     def _own_containers(self) -> list[TensorContainer]:
-        return [parameters_of(part) for part in self.modules()]
+        return _tensor_dicts.parameter_containers(self.modules())

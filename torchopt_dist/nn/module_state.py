@@ -131,8 +131,10 @@ def extract_state_dict(
             named = target.named_parameters(remove_duplicate=False)
             visual = {f"{visual_prefix}{name}": take(tensor) for name, tensor in named}
         return ModuleState(
-            params=_taken(_tensor_dicts.parameter_containers(target), take),
-            buffers=_taken(_tensor_dicts.buffer_containers(target), take_buffer) if with_buffers else (),
+            params=_taken(_tensor_dicts.parameter_containers(target.modules()), take),
+            buffers=_taken(_tensor_dicts.buffer_containers(target.modules()), take_buffer)
+            if with_buffers
+            else (),
             visual_contents=visual,
             detach_buffers=detach_buffers,
         )
@@ -157,7 +159,10 @@ def recover_state_dict(target: nn.Module | StateHolder, state: ModuleState | Seq
     if isinstance(target, nn.Module):
         if not isinstance(state, ModuleState):
             raise TypeError(f"`state` must be a ModuleState to recover a module, got {type(state).__name__}")
-        params, buffers = _tensor_dicts.parameter_containers(target), _tensor_dicts.buffer_containers(target)
+        params, buffers = (
+            _tensor_dicts.parameter_containers(target.modules()),
+            _tensor_dicts.buffer_containers(target.modules()),
+        )
         _check_names(params, state.params, "params")
         _check_shapes(params, state.params)
         if state.buffers:
@@ -227,8 +232,9 @@ def stop_gradient(target: ModuleState | nn.Module | StateHolder | TensorTree) ->
         TypeError: ``target`` is none of these.
     """
     if isinstance(target, nn.Module):
-        held = (*_tensor_dicts.parameter_containers(target), *_tensor_dicts.buffer_containers(target))
-        _tensor_dicts.replace(target.modules(), _detachments(held))
+        parts = list(target.modules())
+        held = tuple(_tensor_dicts.tensor_containers(parts))
+        _tensor_dicts.replace(parts, _detachments(held))
     elif isinstance(target, ModuleState):
         held = (*target.params, *target.buffers)
         new = _detachments(held)

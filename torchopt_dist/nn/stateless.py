@@ -117,7 +117,7 @@ def _put(
 
 
 def _containers(module: nn.Module) -> list[TensorContainer]:
-    return [*_tensor_dicts.parameter_containers(module), *_tensor_dicts.buffer_containers(module)]
+    return _tensor_dicts.tensor_containers(list(module.modules()))
 
 
 def _by_id(module: nn.Module, new: Mapping[str, Tensor], allow_missing: bool) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torchopt_dist.core.vjp import vjp
 from torchopt_dist.linear_solve.solver import Solver
 from torchopt_dist.nonlinear_solve.solver import NonlinearSolver, NonlinearSolverOptions
-from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Newton", "newton"]
 
@@ -50,6 +49,11 @@ class Newton(NonlinearSolver):
     maxiter: int = 50
     solves_for_root = True
 
+    def _check_in_transform(self) -> None:
+        """See :class:`NonlinearSolver`."""
+        if self.linear_solver is not None:
+            raise ValueError("inside a `torch.func` transform Newton's method takes no `linear_solver`")
+
     def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Step by step."""
         while True:
@@ -65,8 +69,6 @@ class Newton(NonlinearSolver):
         if self.linear_solver is None:
             rows = [pulled([row])[0] for row in torch.eye(len(value), dtype=value.dtype, device=value.device)]
             return torch.linalg.solve(torch.stack(rows), value)
-        if transforms_are_active():
-            raise ValueError("inside a `torch.func` transform Newton's method takes no `linear_solver`")
 
         def product(vector: Tensor) -> Tensor:
             zeros = torch.zeros_like(value)

@@ -167,6 +167,10 @@ class NonlinearSolver(ABC):
         function.settle()
         return attach(residual, solution, [found], {}, [0], solver)
 
+    def _check_in_transform(self) -> None:
+        """Raise :class:`ValueError` if the solver does not run inside a ``torch.func`` transform."""
+        return
+
     @abstractmethod
     def steps(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Any:
         """A generator: yields a point and the residual there, a vector, before each step."""
@@ -174,7 +178,8 @@ class NonlinearSolver(ABC):
     def _run(
         self, function: Callable[[Tensor], Tensor], x: Tensor, backward: list[SolverInfo]
     ) -> tuple[Tensor, NonlinearSolverInfo]:
-        blind = transforms_are_active()
+        if blind := transforms_are_active():
+            self._check_in_transform()
         solution = residual = x
         done = iterations = torch.zeros((), dtype=torch.bool, device=x.device)
         iterations = iterations.long()

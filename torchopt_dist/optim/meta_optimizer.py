@@ -291,7 +291,7 @@ class MetaOptimizer:
             loss, self._impls[0], module, batches, meta=meta, adjoint=adjoint, state=state, **options
         )
         for part in (_tensor_dicts.parameter_containers, _tensor_dicts.buffer_containers):
-            for old, new in zip(part(module), part(made.params), strict=True):
+            for old, new in zip(part(module.modules()), part(made.params.modules()), strict=True):
                 old.update(new)
         self._states = [made.state]
         return made._replace(params=module)

@@ -20,6 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from torchopt_dist.core.types import OptState
+from torchopt_dist.core.uncompiled import uncompiled
 from torchopt_dist.nn._tensor_copier import TensorCopier, deepcopy_memo
 from torchopt_dist.ops import _bias_correction as bias_correction
 from torchopt_dist.optim import _learning_rate as learning_rate
@@ -36,7 +37,6 @@ from torchopt_dist.optim._state import (
     layout_of,
     scatter,
 )
-from torchopt_dist.torch_private import left_to_python
 from torchopt_dist.transform.apply_updates import step_in_place
 from torchopt_dist.transform.base import GradientTransformation
 
@@ -268,7 +268,7 @@ class Optimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             self._step_group(index, group)
 
-    @left_to_python
+    @uncompiled
     def _step_groups_by_kernel(self) -> None:
         """The step where a group demands the kernel, and a compiler would make one of the formula."""
         self._step_groups()

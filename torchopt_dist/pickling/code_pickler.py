@@ -13,9 +13,8 @@ import cloudpickle
 import torch
 
 from torchopt_dist.pickling.wrapped_functions import reduce_wrapped
-from torchopt_dist.torch_private import name_of_op
 
-__all__ = ["CodePickler", "dumps", "op_of_torch"]
+__all__ = ["CodePickler", "dumps", "name_of_op", "op_of_torch"]
 
 
 class CodePickler(cloudpickle.Pickler):
@@ -83,6 +82,14 @@ def _with_a_memory() -> Callable[[FunctionType], Any] | None:
 
 
 _state_of = _with_a_memory()
+
+
+_KINDS_OF_OPS = frozenset((type(torch.ops.aten.relu), type(torch.ops.aten.relu.default)))
+
+
+def name_of_op(obj: object) -> str | None:
+    """The path under ``torch.ops`` of what is there, such as ``aten.relu.default`` or ``aten.relu``."""
+    return str(obj) if type(obj) in _KINDS_OF_OPS else None
 
 
 def op_of_torch(path: str) -> Any:

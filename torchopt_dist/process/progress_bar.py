@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchopt_dist.torch_private import transforms_are_active
+from torchopt_dist.core.vmap import visible
 
 __all__ = ["StepsBar", "both", "tasks_or_steps"]
 
@@ -57,7 +57,8 @@ class StepsBar:
         now, done = time.monotonic(), number + 1
         if done < self._total and now - self._shown < (LOG_SECONDS if self._logs else SHOW_SECONDS):
             return  # the loss is not read: on a GPU that would wait for the step
-        said = "" if transforms_are_active() else f"loss {loss.float().mean().item():.4g}"
+        seen = visible(loss)
+        said = "" if seen is None else f"loss {seen.float().mean().item():.4g}"
         if self._logs:
             left = (now - self._begun) / done * (self._total - done)
             parts = [f"step {done} of {self._total}", *([said] if said else []), f"{left:.0f} s left"]

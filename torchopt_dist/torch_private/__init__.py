@@ -14,7 +14,6 @@ from torchopt_dist.torch_private.compiler import (
     is_one_program_too_many,
     original_of,
     source_of_arrays,
-    traced_leaf,
     traced_samples,
     tracing_gradients,
     users_of_arrays,
@@ -35,11 +34,6 @@ from torchopt_dist.torch_private.engine import (
     sequence_numbers,
     set_sequence_number,
     when_run_fails,
-)
-from torchopt_dist.torch_private.generators import (
-    pending_gpu_seeds,
-    queue_gpu_seed,
-    set_pending_gpu_seeds,
 )
 from torchopt_dist.torch_private.graph import (
     apply_function,
@@ -71,14 +65,12 @@ from torchopt_dist.torch_private.interpreter import (
 )
 from torchopt_dist.torch_private.modules import (
     attributes_for_forward,
-    attributes_of,
     buffers_of,
     children_of,
     drop_compiled_call,
     has_forward_hook,
     hooks_of_all_modules,
     let_graphs_drop,
-    note_attributes,
     parameters_of,
     set_parameters,
 )
@@ -87,9 +79,10 @@ from torchopt_dist.torch_private.ops import (
     fused_step,
     has_kernel,
     is_zero_tensor,
-    left_to_python,
-    name_of_op,
+    pending_gpu_seeds,
     places_of_weight_norm,
+    queue_gpu_seed,
+    set_pending_gpu_seeds,
 )
 from torchopt_dist.torch_private.rpc import (
     init_distributed_autograd,
@@ -121,7 +114,6 @@ __all__ = [
     "as_input",
     "asking_thread",
     "attributes_for_forward",
-    "attributes_of",
     "autocast_is_on",
     "batch_of",
     "batched",
@@ -162,14 +154,11 @@ __all__ = [
     "is_used_up",
     "is_zero_tensor",
     "leave_finalizers",
-    "left_to_python",
     "let_graphs_drop",
     "memory_is_shared",
     "memory_of_results",
-    "name_of_op",
     "nccl_group",
     "next_sequence_number",
-    "note_attributes",
     "once_differentiable_name",
     "original_of",
     "outside_of_batched_gradients",
@@ -194,7 +183,6 @@ __all__ = [
     "tensorpipe_options_with_sockets",
     "tensors_entering",
     "time_out_of",
-    "traced_leaf",
     "traced_samples",
     "tracing_gradients",
     "transform_level",

@@ -53,26 +53,13 @@ def tracing_gradients(limit: int = 8, inputs: Iterable[str] = ()) -> Iterator[No
             setattr(config, name, value)
 
 
-def traced_leaf(tensor: Tensor) -> Tensor:
-    """A new leaf with a tensor's values, also where the compiler traces, which in torch 2.11 refuses the method."""
-    return tensor.detach().requires_grad_()
-
-
 def _let_inputs_have_a_history() -> None:
     """Have the compiler find no history of inputs while it traces in :func:`tracing_gradients`, once for all."""
-    _take_leaves_as_they_are()
     module: Any = import_module("torch._dynamo.variables.torch")
     torchs = getattr(module, "_collect_all_grad_fns", None)
     if torchs is not None and not isinstance(torchs, _Histories):
         module._collect_all_grad_fns = _Histories(torchs)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_is_logged)  # once, however often it is added
-
-
-@cache
-def _take_leaves_as_they_are() -> None:
-    """Have the compiler call :func:`traced_leaf` without a look into it, once for all, where it must not look."""
-    if not torch.__version__ >= "2.13":  # by numbers: a `TorchVersion`
-        torch.compiler.allow_in_graph(traced_leaf)
 
 
 def _is_logged(record: logging.LogRecord) -> bool:

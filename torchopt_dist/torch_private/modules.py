@@ -77,33 +77,6 @@ def attributes_for_forward(module: nn.Module) -> tuple[list[str], list[dict[Any,
     return [name for name in own if name not in _OF_ALL], [one for one in registers if isinstance(one, dict)]
 
 
-_COMPILER_LISTS = torch.__version__ >= "2.13"  # by numbers: a `TorchVersion`
-_names: dict[type, tuple[str, ...]] = {}
-"""For each class the names of its modules' attributes, where the compiler cannot list them itself."""
-
-
-def note_attributes(module: nn.Module) -> None:
-    """Note the names of what a module and those below it have, for :func:`attributes_of` where it is traced."""
-    if _COMPILER_LISTS:
-        return
-    for part in module.modules():
-        before = _names.get(type(part), ())
-        _names[type(part)] = (*before, *(name for name in vars(part) if name not in before))
-
-
-def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What a module has by name, as the compiler can trace it; before 2.13 torch's lists no names of a module.
-
-    Raises:
-        NotImplementedError: the compiler cannot list them, and nobody has noted them.
-    """
-    if _COMPILER_LISTS:
-        return module.__dict__
-    if type(module) not in _names:
-        raise NotImplementedError(f"the compiler of torch {torch.__version__} cannot list what a module has")
-    return {name: module.__dict__[name] for name in _names[type(module)] if name in module.__dict__}
-
-
 def hooks_of_all_modules() -> list[dict[Any, Any]]:
     """The hooks that torch calls for each module, of each kind of which there are any.
 

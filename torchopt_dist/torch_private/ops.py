@@ -1,19 +1,17 @@
-"""Torch's ops and its compiler: which code runs, and in which precision."""
+"""Torch's ops: which code runs, in which precision, and with which seeds on GPUs that are not in use yet."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from torchopt_dist.torch_private.lookup import find
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def has_kernel(op: str, device_type: str) -> bool:
@@ -45,17 +43,6 @@ def places_of_weight_norm() -> list[tuple[ModuleType, str]]:
     return [(x, "_weight_norm") for x in modules if x is not None and hasattr(x, "_weight_norm")]
 
 
-def name_of_op(obj: object) -> str | None:
-    """The path under ``torch.ops`` of what is there, such as ``aten.relu.default`` or ``aten.relu``.
-
-    Without the names it is ``None``, as for other objects: an operation cannot be sent but in a function that finds it.
-    """
-    return str(obj) if type(obj) in _KINDS_OF_OPS else None
-
-
-_KINDS_OF_OPS = frozenset((find("_ops.OpOverload"), find("_ops.OpOverloadPacket"))) - {None}
-
-
 def is_zero_tensor(tensor: Tensor) -> bool:
     """Whether it is one of torch's gradients of 0 without memory, which no op takes to be overwritten.
 
@@ -76,11 +63,41 @@ def autocast_is_on() -> bool:
     return bool(is_on())
 
 
-def left_to_python(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that ``torch.compile`` runs as it is, and does not look into.
+PendingSeeds: TypeAlias = tuple[Any, Any, list[Any]]
+"""What is done to the generators of GPUs when these come into use."""
 
-    As ``torch.compiler.disable``, which would import the compiler now. Without the name it is the function itself, and
-    the compiler finds out slowly, function by function, what it cannot trace.
-    """
-    disable = find("_compile._disable_dynamo")
-    return function if disable is None else cast("Callable[P, R]", disable(function))
+
+def pending_gpu_seeds() -> PendingSeeds | None:
+    """What torch has queued; ``None`` without the name: then what the first task draws on a GPU is not seeded."""
+    tracker = find("cuda._lazy_seed_tracker")
+    if tracker is None:
+        return None
+    return tracker.manual_seed_all_cb, tracker.manual_seed_cb, tracker.call_order
+
+
+def set_pending_gpu_seeds(seeds: PendingSeeds | None) -> None:
+    """Let that be queued, or done where GPUs are in use by now."""
+    tracker = find("cuda._lazy_seed_tracker")
+    if tracker is None or seeds is None:
+        return
+    tracker.manual_seed_all_cb, tracker.manual_seed_cb, tracker.call_order = seeds
+    if torch.cuda.is_initialized():
+        calls = [call for call, _ in filter(None, seeds[2])]
+        for call in calls or [partial(_seed_gpus, DEFAULT_SEED)]:
+            call()
+
+
+def queue_gpu_seed(seed: int) -> None:
+    """Let the generators of GPUs have a seed when these come into use, as torch does."""
+    tracker = find("cuda._lazy_seed_tracker")
+    if tracker is not None:
+        tracker.queue_seed_all(partial(_seed_gpus, seed), ())
+
+
+DEFAULT_SEED = 67280421310721
+"""That of a generator which nobody has seeded."""
+
+
+def _seed_gpus(seed: int) -> None:
+    for generator in torch.cuda.default_generators:
+        generator.manual_seed(seed)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from torchopt_dist import pytree
+from torchopt_dist.core.vmap import visible
 from torchopt_dist.diff.adjoints._loop import Loop
 from torchopt_dist.diff.adjoints._ranks import Ranks
 from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
-from torchopt_dist.torch_private import transforms_are_active
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = ["agreed", "description_of"]
@@ -107,9 +107,9 @@ class _Description:
 
 def _of_tensor(tensor: Tensor) -> str:
     shape = f"{str(tensor.dtype).removeprefix('torch.')}{[*tensor.shape]}"
-    if tensor.requires_grad or tensor.is_meta or transforms_are_active():
+    if tensor.requires_grad or tensor.is_meta or (seen := visible(tensor)) is None:
         return shape  # the values of those that may have a gradient are compared by themselves
-    values = tensor.detach().reshape(-1)
+    values = seen.reshape(-1)
     few = values if len(values) <= 16 else torch.stack([values.sum(), values.float().norm().to(values.dtype)])
     return f"{shape}({', '.join(f'{value:.9g}' for value in few.tolist())})"
 
@@ -202,20 +202,11 @@ def _settings_of(adjoint: Adjoint) -> str:
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[float]:
-    """What differs where tensors do; nothing inside of transforms, which hide the values."""
-    if transforms_are_active() or not tensors:
-        return []
+    """What differs where tensors do; nothing of those whose values a transform hides."""
+    sums: list[Tensor] = []
     with torch.no_grad():
-        parts = [
-            torch.view_as_real(one.resolve_conj())
-            if one.is_complex()
-            else one
-            if one.is_floating_point()
-            else one.double()
-            for one in tensors
-        ]
-        sums = [
-            (part.sum(dtype=torch.float64), torch.linalg.vector_norm(part, dtype=torch.float64))
-            for part in parts
-        ]
-        return torch.stack([one.cpu() for pair in sums for one in pair]).tolist()
+        for one in [seen for seen in map(visible, tensors) if seen is not None]:
+            part = torch.view_as_real(one.resolve_conj()) if one.is_complex() else one
+            part = part if part.is_floating_point() else part.double()
+            sums += [part.sum(dtype=torch.float64), torch.linalg.vector_norm(part, dtype=torch.float64)]
+        return torch.stack([one.cpu() for one in sums]).tolist() if sums else []

@@ -15,15 +15,14 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.random_turns import kept_generators
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.surroundings import Modes, modes
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.core.vmap import Values
+from torchopt_dist.core.vmap import Samples, Values
+from torchopt_dist.diff.adjoints._checks import watched
 from torchopt_dist.diff.adjoints._estimates import without_second_order
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
-from torchopt_dist.diff.adjoints._missing_gradients import watched
-from torchopt_dist.diff.adjoints._randomness import kept_generators
-from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.diff.zero_order import noise_of, weighted_noise
 from torchopt_dist.ops._columns import as_real
 

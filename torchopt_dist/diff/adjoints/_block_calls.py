@@ -18,14 +18,12 @@ from torchopt_dist import pytree
 from torchopt_dist.core import remat
 from torchopt_dist.core.generators import restore, states
 from torchopt_dist.core.graphs import edge_of, edges_behind, edges_of, leaf_of, nodes_between
-from torchopt_dist.core.random_turns import change_generators
+from torchopt_dist.core.random_turns import change_generators, kept_generators
 from torchopt_dist.core.surroundings import modes
 from torchopt_dist.core.types import TensorContainer
-from torchopt_dist.core.vmap import Values
+from torchopt_dist.core.vmap import Samples, Values, samples_around
 from torchopt_dist.diff.adjoints._declared import refuse
 from torchopt_dist.diff.adjoints._model import Model
-from torchopt_dist.diff.adjoints._randomness import kept_generators
-from torchopt_dist.diff.adjoints._samples import Samples, samples_around
 from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.torch_private import (
@@ -173,7 +171,7 @@ class _Call:
         arguments_count = len(self.tensors)
         self.params = [
             (container, key, self._placed(x))
-            for container, key, x in _held(_tensor_dicts.parameter_containers(block))
+            for container, key, x in _held(_tensor_dicts.parameter_containers(block.modules()))
         ]
         held = {x.number for _, _, x in self.params if isinstance(x, _Place)}
         self.copied = {
@@ -184,7 +182,7 @@ class _Call:
         """Of which the block is given copies, which it may change."""
         self.buffers = [
             (container, key, x.clone())
-            for container, key, x in _held(_tensor_dicts.buffer_containers(block))
+            for container, key, x in _held(_tensor_dicts.buffer_containers(block.modules()))
             if x is not None
         ]
         self.before, self.modes = states(), modes()

@@ -34,6 +34,7 @@ __all__ = [
     "UpdateLookFn",
     "WatchFn",
     "moved_in_place",
+    "overwritable",
     "owned",
 ]
 
@@ -133,6 +134,11 @@ def owned(leaves: Sequence[Tensor], state: OptState, places: Sequence[int]) -> t
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def overwritable(tensor: Tensor) -> Tensor:
+    """The same values, which may be overwritten: in the same memory, if nothing else holds it."""
+    return tensor.detach().clone() if memory_is_shared(tensor) else tensor.detach()
 
 
 def moved_in_place(

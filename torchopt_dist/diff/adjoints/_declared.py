@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,36 +12,18 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist.core.graphs import edge_of, edges_behind
-from torchopt_dist.torch_private import is_functorch_tensor, transforms_are_active
+from torchopt_dist.core.vjp import leaf_like
 from torchopt_dist.transform.base import ChainedGradientTransformation
 
 __all__ = [
     "consists_of_numbers",
     "depend_on_each_other",
-    "differentiable",
-    "leaf_like",
     "leaves_at",
     "refuse",
     "tensors_of_batches",
     "tensors_of_meta",
     "tensors_within",
 ]
-
-
-def differentiable(tensors: Iterable[Any]) -> list[Tensor]:
-    """The tensors that may have a gradient, each once."""
-    active = transforms_are_active()
-    found: dict[int, Tensor] = {}
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and (
-            tensor.requires_grad or (active and is_functorch_tensor(tensor) and _is_real(tensor))
-        ):
-            found[id(tensor)] = tensor
-    return list(found.values())
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def tensors_of_meta(meta: Any) -> list[Tensor]:
@@ -136,11 +118,6 @@ def depend_on_each_other(tensors: Sequence[Tensor]) -> bool:
     return any(
         following in own for (node, _), _ in edges_behind(edges) for following, _ in node.next_functions
     )
-
-
-def leaf_like(tensor: Tensor) -> Tensor:
-    """The same values as a leaf that requires grad."""
-    return tensor.detach().requires_grad_()
 
 
 def leaves_at(tensors: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
+from torchopt_dist.core.graphs import graph_is_recorded
 from torchopt_dist.core.types import OptState, Params, Updates
-from torchopt_dist.torch_private import transforms_are_active
 from torchopt_dist.transform.base import GradientTransformation
 
 __all__ = ["GradientNorms"]
@@ -95,10 +95,9 @@ def _update(
     moved, inner_state = optimizer.update(updates, state.inner_state, params=params, inplace=inplace)
     leaves, spec = pytree.flatten(moved)
     step = int(state.step)
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and not transforms_are_active():
-            seen = leaves[place] = leaf.view_as(
-                leaf
-            )  # the leaf may be a tensor of the optimizer's state, too
+    for place, leaf in enumerate(leaves if graph_is_recorded() else ()):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            # The leaf may be a tensor of the optimizer's state, too.
+            seen = leaves[place] = leaf.view_as(leaf)
             seen.register_hook(partial(note, step, place))
     return pytree.unflatten(spec, leaves), _WatchedState(state.step + 1, inner_state)

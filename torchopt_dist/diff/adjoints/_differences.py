@@ -14,16 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.random_turns import Turn, kept_generators
 from torchopt_dist.core.rows import in_rows
 from torchopt_dist.core.surroundings import Modes, modes
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.core.vmap import Values
+from torchopt_dist.core.vmap import Samples, Values
+from torchopt_dist.diff.adjoints._checks import refusal_as_it_is, watched
 from torchopt_dist.diff.adjoints._estimates import without_second_order
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
-from torchopt_dist.diff.adjoints._missing_gradients import refusal_as_it_is, watched
-from torchopt_dist.diff.adjoints._randomness import kept_generators
-from torchopt_dist.diff.adjoints._samples import Samples
 from torchopt_dist.torch_private import apply_function, grad_of_loss, has_hooks
 
 __all__ = ["run_with_differences"]

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.graphs import graph_is_recorded
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["check_above_zero", "without_second_order"]
 
@@ -45,7 +45,7 @@ def without_second_order(
     Returns:
         The same values; inside ``torch.func``'s transforms, which only `Reptile` takes, as they are.
     """
-    if not torch.is_grad_enabled() or transforms_are_active():
+    if not graph_is_recorded():
         return tuple(grads)
     there = [grad.detach().requires_grad_() for grad in grads if grad is not None]
     of = [tensor for tensor in inputs if tensor.requires_grad]

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.random_turns import Turn, kept_generators, seed_step
 from torchopt_dist.core.second_order import refuse_left_out, why_not_twice, with_refusal
 from torchopt_dist.core.substitution import Substitute
 from torchopt_dist.core.surroundings import forget_casts
 from torchopt_dist.core.types import OptionalTensor, OptState
-from torchopt_dist.core.vjp import edges, plus, pulled_back
+from torchopt_dist.core.vjp import edges, leaf_like, plus, pulled_back
+from torchopt_dist.core.vmap import differentiable
 from torchopt_dist.diff.adjoints._block_calls import Declared, nodes_of_blocks
 from torchopt_dist.diff.adjoints._carry import (
     Accumulation,
@@ -39,9 +40,8 @@ from torchopt_dist.diff.adjoints._carry import (
     moved_in_place,
     owned,
 )
-from torchopt_dist.diff.adjoints._declared import differentiable, leaf_like, leaves_at
+from torchopt_dist.diff.adjoints._declared import leaves_at
 from torchopt_dist.diff.adjoints._model import Model
-from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.adjoints._ranks import Ranks, local, mean
 from torchopt_dist.formulas import formulas_in_transforms
 from torchopt_dist.formulas.attention import without_fast_path
@@ -198,13 +198,11 @@ class Loop:
                 forget_casts()
                 if self.tell is not None:
                     self.tell(number, loss.detach())
-                if self.stop is not None and self._ends(self.stop(number, loss.detach())):
-                    break
+                if self.stop is not None:
+                    ends, ranks = bool(self.stop(number, loss.detach())), self.ranks
+                    if ends if ranks is None else ranks.group.any(ends, ranks.moved[0]):
+                        break
         return Outcome(carry, losses, aux)
-
-    def _ends(self, says_so: Any) -> bool:
-        """Whether the loop ends here, as the caller's predicate says, on any rank."""
-        return bool(says_so) if self.ranks is None else self.ranks.any(bool(says_so))
 
     def failing(self) -> AbstractContextManager[None]:
         """A context in which an error on this rank is made known to the others that run this loop."""
@@ -514,9 +512,8 @@ class Loop:
         """The same values without history; parameters that are moved require grad."""
         params = list(carry.params)
         for place in self.model.moved_places:
-            params[place] = params[place].detach()
-            if not transforms_are_active():
-                params[place].requires_grad_()
+            leaf = params[place].detach()
+            params[place] = leaf if transforms_are_active() else leaf.requires_grad_()
         state = pytree.map_tensors(Tensor.detach, carry.state)
         return Carry(self._tied(params), state, [buffer.detach() for buffer in carry.buffers])
 

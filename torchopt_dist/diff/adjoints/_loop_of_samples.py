@@ -11,13 +11,13 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.core.vmap import Values, for_each_sample, values_of
+from torchopt_dist.core.vjp import has_derivative
+from torchopt_dist.core.vmap import Samples, Values, for_each_sample, samples_around, values_of
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop, Outcome
-from torchopt_dist.diff.adjoints._places import has_derivative, of_frozen_parameters
-from torchopt_dist.diff.adjoints._samples import Samples
+from torchopt_dist.diff.adjoints._places import of_frozen_parameters
 from torchopt_dist.transform.base import GradientTransformation
 
-__all__ = ["VmappedLoop", "run_outside_of_vmap"]
+__all__ = ["VmappedLoop", "run_outside_of_vmap", "samples_for"]
 
 T = TypeVar("T")
 
@@ -214,3 +214,19 @@ def run_outside_of_vmap(run: Callable[[Loop], Outcome], loop: Loop, around: Samp
         outcome = run(of_all)
     aux = [None if found is None else pytree.map_tensors(around.entry, found) for found in outcome.aux]
     return Outcome(of_all.inside(outcome.carry), list(map(around.entry, outcome.losses)), aux)
+
+
+def samples_for(adjoint: object) -> Samples:
+    """As :func:`samples_around`, for an adjoint that runs in no other transformation.
+
+    Raises:
+        NotImplementedError: another transformation is active.
+    """
+    around = samples_around()
+    if around is None:
+        raise NotImplementedError(
+            f"`{type(adjoint).__name__}` does not run inside `torch.func.grad` or another transformation than "
+            "`torch.vmap`: call `backward()` or `torch.autograd.grad` outside of `vmap`, or take `Recorded()` or "
+            "`Truncated(1)` there"
+        )
+    return around

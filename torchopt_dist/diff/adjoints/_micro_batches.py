@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from numbers import Real
 from typing import Any
 
@@ -20,28 +21,36 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist.core import remat
-from torchopt_dist.core.graphs import depends_on_others, leaf_of, nodes_between
-from torchopt_dist.core.random_turns import Turn
-from torchopt_dist.core.surroundings import forget_casts, modes
+from torchopt_dist.core.graphs import leaf_of, looks_for_others, nodes_between
+from torchopt_dist.core.random_turns import Turn, kept_generators, seed_step
+from torchopt_dist.core.surroundings import Modes, forget_casts, modes
 from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.vjp import leaf_like
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, Seen, WatchFn
-from torchopt_dist.diff.adjoints._declared import leaf_like
+from torchopt_dist.diff.adjoints._checks import refuse_undeclared
 from torchopt_dist.diff.adjoints._loop import Loop
-from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared
-from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.adjoints._ranks import local, mean
 from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.pytree._containers import flatten
-from torchopt_dist.torch_private import (
-    forward_mode_is_active,
-    next_sequence_number,
-    outside_of_transforms,
-    transforms_are_active,
-)
+from torchopt_dist.torch_private import forward_mode_is_active, outside_of_transforms, transforms_are_active
 
-__all__ = ["MicroBatches", "split"]
+__all__ = ["MicroBatches", "split", "steps_again"]
 
 _NOTHING: Any = None
+
+
+@contextmanager
+def steps_again(loop: Loop, ran_in: Modes) -> Iterator[None]:
+    """A context in which steps run again: that in which the loop ran, with attention that has all derivatives."""
+    with ExitStack() as stack:
+        stack.enter_context(loop.failing())
+        if loop.samples:
+            stack.enter_context(outside_of_transforms())
+        stack.enter_context(kept_generators())
+        stack.enter_context(attention_by_formula())
+        stack.enter_context(ran_in.again())
+        yield
+        forget_casts()
 
 
 def _is_whole(leaf: Any) -> bool:
@@ -376,7 +385,7 @@ class _Node:
         return self._with_values(found, made)
 
     def _evaluated(self, part: Loop) -> Evaluation:
-        since = next_sequence_number()
+        depends_on_others = looks_for_others()
 
         def watch(seen: Seen) -> None:
             self._changed = [place for place, one in enumerate(seen.buffers) if one.requires_grad]
@@ -385,7 +394,7 @@ class _Node:
             known = [*seen.leaves, *(part.declared if part.others is None else part.others)]
             known += [self._module_buffers[place] for place in self._with_history]
             ends = [seen.loss, *(leaves[place] for place in self._aux)]
-            if any(depends_on_others(one, known, since) for one in ends):
+            if any(map(depends_on_others, ends, repeat(known))):
                 refuse_undeclared(ends, known, partial(part.loss_again, seen.carry, seen.number))
 
         found = part.gradient(
@@ -406,7 +415,7 @@ class _Node:
         if declared := tuple(given):
             part = replace(part, others=declared)
         carry = Carry([params[place] for place in part.model.first_places], (), buffers)
-        with self._contexts():
+        with steps_again(self._loop, self._modes):
             found = part.gradient(carry, self._number, record=True)
             self._compare(found.loss)
             return self._values(found, carry)
@@ -432,19 +441,6 @@ class _Node:
             for place in places:
                 into[place] = next(given)
         return Evaluation(loss, pytree.unflatten(spec, leaves), grads, buffers)
-
-    @contextmanager
-    def _contexts(self) -> Iterator[None]:
-        """The contexts in which the part ran, with attention that has all derivatives."""
-        with ExitStack() as stack:
-            stack.enter_context(self._loop.failing())
-            if self._part.samples:
-                stack.enter_context(outside_of_transforms())
-            stack.enter_context(kept_generators())
-            stack.enter_context(attention_by_formula())
-            stack.enter_context(self._modes.again())
-            yield
-            forget_casts()
 
     def _compare(self, now: Tensor) -> None:
         """Raise unless the part has the loss that it had, but for rounding; a GPU is not waited for."""

@@ -13,6 +13,7 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,15 +21,15 @@ from torch import Tensor, nn
 
 from torchopt_dist import pytree
 from torchopt_dist.core.types import OptionalTensor, Params, TensorContainer
+from torchopt_dist.core.vmap import differentiable
 from torchopt_dist.nn._module_copy import ModuleCopy
-from torchopt_dist.nn._tensor_dicts import parts_and_parameters, parts_of
-from torchopt_dist.torch_private import (
-    attributes_for_forward,
-    buffers_of,
-    children_of,
-    is_functorch_tensor,
-    parameters_of,
-    transforms_are_active,
+from torchopt_dist.nn._tensor_dicts import (
+    all_containers,
+    has_buffers,
+    parameter_containers,
+    parts_and_parameters,
+    parts_of,
+    tensor_containers,
 )
 
 __all__ = ["Model", "ModuleModel", "Places", "TreeModel", "holders", "model_of", "references"]
@@ -62,13 +63,12 @@ class Model(ABC):
                 )
         self.buffers = []
         seen: dict[int, int] = {}
-        self.first_places = [seen.setdefault(id(leaf), place) for place, leaf in enumerate(self.leaves)]
-        hidden = transforms_are_active()
+        self.first_places = list(map(seen.setdefault, map(id, self.leaves), count()))
+        moved = set(map(id, differentiable(self.leaves)))
         self.moved_places = [
             place
             for place, leaf in enumerate(self.leaves)
-            if self.first_places[place] == place
-            and (leaf.requires_grad or (hidden and _may_require_grad(leaf)))
+            if self.first_places[place] == place and id(leaf) in moved
         ]
         if not self.moved_places:
             raise ValueError(
@@ -127,11 +127,6 @@ class Model(ABC):
         """The value for the caller; if ``last``, the model is not used any more."""
 
 
-def _may_require_grad(leaf: Tensor) -> bool:
-    """Whether a tensor, of which ``vmap`` hides whether it requires grad, may do so."""
-    return is_functorch_tensor(leaf) and (leaf.is_floating_point() or leaf.is_complex())
-
-
 class TreeModel(Model):
     """A tree of tensors: the loss takes such a tree."""
 
@@ -161,11 +156,11 @@ class ModuleModel(Model):
         if not named:
             raise ValueError(f"`params` must have parameters, got {type(module).__name__} with none")
         super().__init__(named)
-        places = {id(leaf): place for place, leaf in enumerate(self.leaves)}
+        places = dict(zip(map(id, self.leaves), count(), strict=False))
         self._place_of = {name: places[id(leaf)] for name, leaf in named.items()}
         self._names = sorted(named, key=self._place_of.__getitem__)
         self.module = module
-        self.buffers = list(module.buffers()) if any(map(buffers_of, parts)) else []
+        self.buffers = list(module.buffers()) if has_buffers(parts) else []
         self._leaves = self.leaves
         self._copy_anew(module, self.leaves, self.buffers)
 
@@ -208,14 +203,15 @@ class ModuleModel(Model):
     def held(self) -> list[tuple[str, Any]]:
         own = [part for part in parts_of(self._copy) if not type(part).__module__.startswith("torch.nn.")]
         return [
-            (f"{type(part).__name__}.{name}", vars(part)[name])
+            (f"{type(part).__name__}.{name}", value)
             for part in own
-            for name in attributes_for_forward(part)[0]
+            for name, value in vars(part).items()
+            if name not in _OF_ALL
         ]
 
     def places_in(self, block: nn.Module) -> Places:
         """Where a sub-module of the last filled module has which leaf."""
-        containers = {id(parameters_of(part)) for part in parts_of(block)}
+        containers = set(map(id, parameter_containers(parts_of(block))))
         return [place for place in self._places if id(place[0]) in containers]
 
     def leave(self) -> None:
@@ -244,6 +240,8 @@ class ModuleModel(Model):
 
 _OF_THE_COPY = frozenset({"_holders", "_leaves", "_places", "_references"})
 """What another process makes anew."""
+_OF_ALL = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes that every module has."""
 
 
 def _copied(
@@ -251,12 +249,11 @@ def _copied(
 ) -> tuple[ModuleCopy, list[nn.Module], Places]:
     """A copy with the same tensors, its parts, and the places of each of the tensors in it."""
     copy = ModuleCopy(module, _itself, _itself)
-    index = {id(tensor): place for place, tensor in enumerate([*leaves, *buffers])}
+    index = dict(zip(map(id, [*leaves, *buffers]), count(), strict=False))
     parts = parts_of(copy.module)
-    containers = [*map(parameters_of, parts), *map(buffers_of, parts)]
     places = [
         (container, name, index[id(tensor)])
-        for container in containers
+        for container in tensor_containers(parts)
         for name, tensor in container.items()
         if tensor is not None and id(tensor) in index
     ]
@@ -309,8 +306,8 @@ def _refuse_averaging(classes: set[type]) -> None:
 
 def holders(parts: Sequence[nn.Module]) -> list[Any]:
     """The objects by which one can hold on to a module: all its parts and their dictionaries."""
-    registers = [register(part) for register in (parameters_of, buffers_of, children_of) for part in parts]
-    return [*parts, *map(vars, parts), *filter(None, registers)]  # there is no way from an empty one
+    # There is no way from an empty one.
+    return [*parts, *map(vars, parts), *filter(None, all_containers(parts))]
 
 
 def references(objects: Sequence[Any]) -> list[int]:

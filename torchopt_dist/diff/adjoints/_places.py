@@ -1,4 +1,4 @@
-"""A loop → which leaves of its state may have a gradient, and its parameters in portions."""
+"""A loop → which leaves of its state may have a gradient."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.diff.adjoints._declared import leaf_like, leaves_at
+from torchopt_dist.core.vjp import has_derivative, leaf_like
+from torchopt_dist.diff.adjoints._declared import leaves_at
 from torchopt_dist.diff.adjoints._loop import Carry, Evaluation, Loop
 
-__all__ = ["has_derivative", "of_frozen_parameters", "portions", "state_places"]
+__all__ = ["of_frozen_parameters", "state_places"]
 
 
 def state_places(loop: Loop) -> list[int]:
@@ -65,23 +66,7 @@ def of_frozen_parameters(loop: Loop) -> frozenset[int]:
     return frozenset(n for n, other in enumerate(others) if other is None and isinstance(leaves[n], Tensor))
 
 
-def has_derivative(leaf: Any) -> bool:
-    """Whether a leaf is a tensor of real or complex numbers."""
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
 def _is_same_memory(old: Tensor, new: Any) -> bool:
     """Whether they have the same numbers, since one is the other, perhaps by way of a ``vmap``."""
     same_shape = isinstance(new, Tensor) and new.shape == old.shape
     return new is old or (same_shape and new.data_ptr() == old.data_ptr() and new.stride() == old.stride())
-
-
-def portions(loop: Loop, count: int) -> list[frozenset[int]]:
-    """The places of the parameters in at most ``count`` portions of about the same size."""
-    sizes = {place: loop.first.params[place].numel() for place in loop.model.moved_places}
-    made: dict[int, set[int]] = {}
-    before = 0
-    for place, size in sizes.items():
-        made.setdefault(before * count // max(1, sum(sizes.values())), set()).add(place)
-        before += size
-    return list(map(frozenset, made.values()))

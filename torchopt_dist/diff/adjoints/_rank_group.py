@@ -89,6 +89,13 @@ class RankGroup:
             texts = [one[:count].numpy().tobytes() for one, count in zip(found, counts, strict=True)]
         return [pickle.loads(text) for text in texts]
 
+    def any(self, flag: bool, like: Tensor) -> bool:
+        """Whether it is true on any rank; the same on all of them, who ask on the device of a tensor."""
+        count = torch.tensor([float(flag)], device=like.device)
+        with outside_of_transforms():
+            self.all_reduce(count)
+            return bool(count > 0)
+
     def agreed(self, value: Any) -> list[Any]:
         """As :meth:`exchanged`, where a loop or its backward pass begins; a warning names ranks that come late."""
         if self._signs is None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torchopt_dist.core.types import OptionalTensor
 from torchopt_dist.diff.adjoints._rank_group import RankGroup
-from torchopt_dist.torch_private import outside_of_transforms
 
 __all__ = ["Ranks", "kinds", "local", "mean", "owned"]
 
@@ -49,13 +48,6 @@ class Ranks:
     def size(self) -> int:
         """How many there are."""
         return self.group.size
-
-    def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank; the same on all of them."""
-        count = torch.tensor([float(flag)], device=self.moved[0].device)
-        with outside_of_transforms():
-            self.group.all_reduce(count)
-            return bool(count > 0)
 
     def mean_of_step(
         self, grads: Sequence[OptionalTensor], loss: Tensor

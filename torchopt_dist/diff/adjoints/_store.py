@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from torchopt_dist import pytree
-from torchopt_dist.core.graphs import nodes_between
+from torchopt_dist.core.graphs import bytes_behind
 from torchopt_dist.diff.adjoints._ranks import Ranks
-from torchopt_dist.torch_private import bytes_of_results
 
 __all__ = ["Store", "bytes_of", "lengths", "number_of_bytes", "unit_of"]
 
@@ -221,5 +220,4 @@ def unit_of(loss: Tensor, own: int, steps: int) -> int:
         own: how many bytes the tensors take that a step starts from.
         steps: how many steps the loop has.
     """
-    graph = sum(map(bytes_of_results, nodes_between([loss], [])))
-    return max(1, min(SMALL // max(1, OF_LOSS * (graph + own)), math.isqrt(steps)))
+    return max(1, min(SMALL // max(1, OF_LOSS * (bytes_behind(loss) + own)), math.isqrt(steps)))

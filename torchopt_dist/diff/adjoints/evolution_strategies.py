@@ -9,7 +9,7 @@ from torchopt_dist.arguments.numbers import integer
 from torchopt_dist.diff.adjoints._antithetic import Parallel, run_with_pairs
 from torchopt_dist.diff.adjoints._estimates import check_above_zero
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._samples import samples_for
+from torchopt_dist.diff.adjoints._loop_of_samples import samples_for
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["EvolutionStrategies", "PersistentEvolutionStrategies"]

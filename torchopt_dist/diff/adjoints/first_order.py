@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.diff.adjoints._checks import run_aloud
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._missing_gradients import run_aloud
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.transform.base import ChainedGradientTransformation
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.arguments.numbers import integer
-from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.graphs import graph_is_recorded
+from torchopt_dist.core.random_turns import Turn, kept_generators
 from torchopt_dist.core.surroundings import Modes, modes
 from torchopt_dist.core.types import LinearSolver
 from torchopt_dist.core.vjp import Tensors
+from torchopt_dist.core.vmap import Samples
+from torchopt_dist.diff.adjoints._checks import refuse_undeclared, watched
 from torchopt_dist.diff.adjoints._declared import tensors_of_batches
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
-from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
-from torchopt_dist.diff.adjoints._missing_gradients import refuse_undeclared, watched
-from torchopt_dist.diff.adjoints._randomness import kept_generators
-from torchopt_dist.diff.adjoints._samples import Samples, samples_for
+from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap, samples_for
 from torchopt_dist.diff.adjoints._stationary import far_from_a_minimum, warn_of_unused
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.implicit import Found, attach
@@ -27,7 +27,6 @@ from torchopt_dist.formulas.attention import attention_by_formula
 from torchopt_dist.linear_solve._function import as_solver
 from torchopt_dist.linear_solve.cg import solve_cg
 from torchopt_dist.linear_solve.solver import NotConverged, Solver, check_not_converged
-from torchopt_dist.torch_private import transforms_are_active
 
 __all__ = ["Implicit"]
 
@@ -110,7 +109,7 @@ class Implicit(Adjoint):
         places = loop.model.moved_places
         params = list(outcome.carry.params)
         solver = solve_cg() if self.solver is None else as_solver(self.solver)
-        point = [params[place] for place in places]
+        point = list(map(params.__getitem__, places))
         declared = list(loop.declared)
         with torch.enable_grad():
             if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
@@ -149,7 +148,7 @@ class _Gradient:
         with loop.failing(), kept_generators(), self.modes.again(), attention_by_formula():
             for number in self.numbers:
                 found = loop.gradient(carry, number, record=True)
-                if not transforms_are_active():  # where there is no graph to look at
+                if graph_is_recorded():
                     again = partial(self._loss, loop, carry, number)
                     refuse_undeclared([found.loss], [*carry.params, *declared], again)
                 grads = [found.grads[place] for place in places]

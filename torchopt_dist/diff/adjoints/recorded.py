@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchopt_dist.core.vmap import samples_around
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
-from torchopt_dist.diff.adjoints._samples import samples_around
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.formulas.attention import attention_by_formula
 

@@ -11,17 +11,16 @@ from torch import nn
 
 from torchopt_dist import pytree
 from torchopt_dist.arguments.options import unless
+from torchopt_dist.core.vmap import samples_around
 from torchopt_dist.diff.adjoints._history import History
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
 from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
 from torchopt_dist.diff.adjoints._model import ModuleModel
-from torchopt_dist.diff.adjoints._samples import samples_around
 from torchopt_dist.diff.adjoints._shards import ShardedModel
 from torchopt_dist.diff.adjoints._store import Store, bytes_of, number_of_bytes
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.diff.adjoints.recorded import record
 from torchopt_dist.diff.replay import replayed
-from torchopt_dist.torch_private import children_of
 
 __all__ = ["Replayed", "by_blocks"]
 
@@ -51,7 +50,7 @@ def by_blocks(loop: Loop, blocks: nn.Module | Literal["auto"]) -> Loop:
             f"{type(blocks).__name__} that is not in it"
         )
     within = names[id(blocks)]
-    found = [f"{within}.{name}" if within else name for name, part in children_of(blocks).items() if part]
+    found = [f"{within}.{name}" if within else name for name, part in blocks.named_children() if part]
     if not found:
         raise ValueError(f"`blocks` must have modules in it, got an empty {type(blocks).__name__}")
     return replace(loop, model=loop.model.in_blocks(found), blocks=tuple(found))

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchopt_dist.diff.adjoints._checks import run_aloud
 from torchopt_dist.diff.adjoints._declared import tensors_within
 from torchopt_dist.diff.adjoints._estimates import without_second_order
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._missing_gradients import run_aloud
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["Reptile"]

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torchopt_dist.diff.adjoints._differences import run_with_differences
 from torchopt_dist.diff.adjoints._estimates import check_above_zero
 from torchopt_dist.diff.adjoints._loop import Loop, Outcome
-from torchopt_dist.diff.adjoints._samples import samples_for
+from torchopt_dist.diff.adjoints._loop_of_samples import samples_for
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 
 __all__ = ["SAMA"]

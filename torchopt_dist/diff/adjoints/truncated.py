@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from torchopt_dist.arguments.numbers import integer
+from torchopt_dist.core.vmap import samples_around
 from torchopt_dist.diff.adjoints._loop import Carry, Loop, Outcome
 from torchopt_dist.diff.adjoints._loop_of_samples import run_outside_of_vmap
-from torchopt_dist.diff.adjoints._samples import samples_around
 from torchopt_dist.diff.adjoints.adjoint import Adjoint
 from torchopt_dist.formulas.attention import attention_by_formula
 

@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from torchopt_dist.core.programs import detached
 from torchopt_dist.core.types import OptionalTensor, OptState
+from torchopt_dist.core.vjp import leaf_like
 from torchopt_dist.diff.adjoints._loop import Carry, Loop
 from torchopt_dist.diff.adjoints._model import Model, ModuleModel
 from torchopt_dist.diff.compiled._flat import FlatModel, Pieces
 from torchopt_dist.formulas.traced import TracedFormulas
 from torchopt_dist.nn.module_state import module_clone
-from torchopt_dist.torch_private import traced_leaf
 from torchopt_dist.transform.apply_updates import apply_updates
 from torchopt_dist.transform.base import GradientTransformation
 
@@ -164,7 +164,7 @@ def gradient(
         leaves = list(carry.params)
         for place in parts.moved:
             leaf = leaves[place]
-            leaves[place] = leaf.view_as(leaf) if record else traced_leaf(leaf)
+            leaves[place] = leaf.view_as(leaf) if record else leaf_like(leaf)
         wanted = [leaves[place] for place in parts.moved]
         value, buffers = _called(parts, _for_loss(parts, leaves, outside), carry.buffers, batch, outside)
         aux = None
@@ -214,9 +214,9 @@ def pulled_step(
     with torch.enable_grad():
         params, (state, spec) = list(carry.params), optree.tree_flatten(carry.state, none_is_leaf=True)
         for place in parts.moved:
-            params[place] = traced_leaf(params[place])
+            params[place] = leaf_like(params[place])
         for place in places:
-            state[place] = traced_leaf(state[place])
+            state[place] = leaf_like(state[place])
         inputs = [*(params[place] for place in parts.moved), *(state[place] for place in places), *declared]
         given = Carry(
             [params[place] for place in parts.first], optree.tree_unflatten(spec, state), carry.buffers

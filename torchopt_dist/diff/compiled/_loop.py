@@ -19,13 +19,11 @@ from torchopt_dist import pytree
 from torchopt_dist.core.bound import Bound
 from torchopt_dist.core.meaning import Meaning, RefusedError
 from torchopt_dist.core.programs import CompileMode, Programs, Variant, code_of, plain_number, programs_of
-from torchopt_dist.core.random_turns import Turn
+from torchopt_dist.core.random_turns import Turn, kept_generators, seed_step
 from torchopt_dist.core.types import OptionalTensor, OptState
-from torchopt_dist.core.vjp import plus, pulled_back
+from torchopt_dist.core.vjp import leaf_like, plus, pulled_back
 from torchopt_dist.diff.adjoints._carry import Carry, Evaluation, UpdateLookFn, WatchFn
-from torchopt_dist.diff.adjoints._declared import leaf_like
 from torchopt_dist.diff.adjoints._loop import Loop
-from torchopt_dist.diff.adjoints._randomness import kept_generators, seed_step
 from torchopt_dist.diff.compiled._flat import FlatModel, flattened
 from torchopt_dist.diff.compiled._functions import (
     Outside,

@@ -48,10 +48,7 @@ from torchopt_dist.distributed.worker.device import receiving_device
 from torchopt_dist.distributed.worker.gradient_sums import with_gradients
 from torchopt_dist.errors import NotInitializedError, SerializationError
 from torchopt_dist.process.future import Future
-from torchopt_dist.torch_private import (
-    engine_keeps_graph,
-    transforms_are_active,
-)
+from torchopt_dist.torch_private import engine_keeps_graph, engine_run, transforms_are_active
 
 __all__ = ["RemoteGraph"]
 
@@ -280,13 +277,13 @@ class RemoteGraph:
         if self.own:
             arrived = reply.result()  # computes it, which is no waiting
             with lent():
-                self.siblings.check()
+                self.siblings.check(engine_run())
         else:
             with self.span("wait back"), lent():
                 if arriving is not None:
                     whole = arriving.put_together(cut)
                 arrived = reply.result()
-                self.siblings.check()
+                self.siblings.check(engine_run())
         return arrived, whole
 
     def start_backward(
@@ -337,7 +334,7 @@ class RemoteGraph:
             self.again = self.again if self.unused else None
         assert reply is not None
         if not self.own:
-            self.siblings.add(reply, self.worker_name)
+            self.siblings.add(engine_run(), reply, self.worker_name)
         return partial(self.finish_backward, graph, message, reply, inputs, arriving, streamed, again)
 
     def _has_lost_worker(self) -> bool:

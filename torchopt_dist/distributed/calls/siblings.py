@@ -14,7 +14,6 @@ from torchopt_dist.distributed.messages.payload import ExecutionOptions
 from torchopt_dist.distributed.serialization.pickling import reply_of
 from torchopt_dist.pickling.serialized_exception import SerializedException
 from torchopt_dist.process.future import Future
-from torchopt_dist.torch_private import engine_run
 
 __all__ = ["Siblings"]
 
@@ -53,15 +52,14 @@ class Siblings:
     _replies: list[tuple[int, weakref.ref[Future[Message]], str]] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def add(self, reply: Future[Message], worker: str) -> None:
-        """Record a backward that the engine has begun, by the future reply and the name of its worker."""
+    def add(self, run: int, reply: Future[Message], worker: str) -> None:
+        """Record a backward that this run of the engine has begun, by the future reply and the name of its worker."""
         with self._lock:
             self._replies = [entry for entry in self._replies if not _is_done(entry[1]())]
-            self._replies.append((engine_run(), weakref.ref(reply), worker))
+            self._replies.append((run, weakref.ref(reply), worker))
 
-    def check(self) -> None:
+    def check(self, run: int) -> None:
         """Wait for the backwards that this run of the engine has begun, and raise an error of one of them."""
-        run = engine_run()
         with self._lock:
             replies = [(entry[1](), entry[2]) for entry in self._replies if entry[0] == run >= 0]
         for reply, worker in replies:

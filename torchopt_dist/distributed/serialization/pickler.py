@@ -27,9 +27,8 @@ from torchopt_dist.distributed.serialization import unpickler
 from torchopt_dist.distributed.serialization.names import find, is_parametrized, name_of, reduced
 from torchopt_dist.distributed.serialization.tensors import Tensors
 from torchopt_dist.nn._module_copy import ModuleCopy
-from torchopt_dist.pickling.code_pickler import CodePickler, op_of_torch
+from torchopt_dist.pickling.code_pickler import CodePickler, name_of_op, op_of_torch
 from torchopt_dist.pickling.wrapped_functions import NAMED_BY_PICKLE
-from torchopt_dist.torch_private import name_of_op
 
 __all__ = ["OverlapError", "PackedModules", "Pickler", "Structures", "dump"]
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from torchopt_dist.core.programs import detached
 from torchopt_dist.core.types import OptionalTensor, TensorContainer
+from torchopt_dist.core.vjp import leaf_like
 from torchopt_dist.formulas.traced import TracedFormulas, with_formulas
 from torchopt_dist.nn._traced_module import replace_parameters, traced_copy
-from torchopt_dist.torch_private import buffers_of, traced_leaf
+from torchopt_dist.torch_private import buffers_of
 
 __all__ = ["Slot", "Task", "check_inputs", "differentiable", "values", "values_and_gradients"]
 
@@ -80,7 +81,7 @@ def values_and_gradients(task: Task) -> tuple[Any, list[Tensor], Any, Sequence[O
             own = tensor.detach()
             if number is not None and place not in task.mapped:
                 own = own.expand(number, *own.shape)
-            wanted.append(traced_leaf(own))
+            wanted.append(leaf_like(own))
             if isinstance(leaves[place], nn.Module):
                 by_module.setdefault(place, {})[name] = wanted[-1]
             else:

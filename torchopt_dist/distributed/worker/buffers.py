@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.core.vmap import for_each_sample
+from torchopt_dist.core.vmap import for_each_sample, same_values
 from torchopt_dist.pytree._containers import flatten
-from torchopt_dist.torch_private import buffers_of, transforms_are_active
+from torchopt_dist.torch_private import buffers_of
 
-__all__ = ["Buffers", "Place", "Returning", "buffers_in", "check_buffers", "differs", "take"]
+__all__ = ["Buffers", "Place", "Returning", "buffers_in", "check_buffers", "take"]
 
 Buffers: TypeAlias = Literal["mean", "first"] | None
 """What becomes of buffers that tasks have changed."""
@@ -84,17 +84,11 @@ class Returning(partial):  # type: ignore[type-arg]
             for place in places:
                 buffers_of(place.owner)[place.name] = place.tensor
         changed = {
-            place.key: now.detach() for place, now in found if now is not None and differs(place.tensor, now)
+            place.key: now.detach()
+            for place, now in found
+            if now is not None and not same_values(place.tensor, now)
         }
         return value, changed
-
-
-def differs(before: Tensor, now: Tensor) -> bool:
-    """Whether a buffer has changed; inside a transform nobody can look, so it has."""
-    if transforms_are_active():
-        return True
-    same_kind = before.shape == now.shape and before.dtype == now.dtype and before.device == now.device
-    return not same_kind or not bool(((before == now) | (before.isnan() & now.isnan())).all())
 
 
 def take(

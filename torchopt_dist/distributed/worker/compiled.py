@@ -20,6 +20,7 @@ from torchopt_dist.core.programs import CompileMode, Variant, code_of, detached,
 from torchopt_dist.core.reached import name_of
 from torchopt_dist.core.second_order import with_refusal
 from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.vmap import same_values
 from torchopt_dist.distributed.messages.stacked import taken_apart
 from torchopt_dist.distributed.worker._traced_tasks import (
     Slot,
@@ -29,9 +30,9 @@ from torchopt_dist.distributed.worker._traced_tasks import (
     values,
     values_and_gradients,
 )
-from torchopt_dist.distributed.worker.buffers import Place, Returning, buffers_in, differs
+from torchopt_dist.distributed.worker.buffers import Place, Returning, buffers_in
 from torchopt_dist.formulas.traced import with_formulas
-from torchopt_dist.torch_private import note_attributes
+from torchopt_dist.nn._traced_module import note_attributes
 
 __all__ = ["LARGE", "CompiledTask"]
 
@@ -87,7 +88,7 @@ class CompiledTask:
             if not self._returns_buffers:
                 return value
             changed = zip(buffers, made, strict=True)
-            return value, {old.key: new for old, new in changed if differs(old.tensor, new)}
+            return value, {old.key: new for old, new in changed if not same_values(old.tensor, new)}
 
         things = (
             ("the function", self._function),

@@ -29,9 +29,10 @@ from torchopt_dist.core.graphs import leaves_behind
 from torchopt_dist.core.inputs import Seen
 from torchopt_dist.core.reached import name_of
 from torchopt_dist.core.unconnected import Unconnected, unconnected
+from torchopt_dist.core.vmap import same_values
 from torchopt_dist.distributed.messages.payload import Payload
 from torchopt_dist.distributed.serialization.names import code_of
-from torchopt_dist.distributed.worker.buffers import Place, buffers_in, differs
+from torchopt_dist.distributed.worker.buffers import Place, buffers_in
 from torchopt_dist.torch_private import buffers_of, is_used_up
 
 __all__ = ["LeftBehind"]
@@ -179,7 +180,7 @@ class LeftBehind:
         changed = [
             f"`{_buffer_name(self._payload.function, place)}`"
             for place, before in self._before
-            if (now := buffers_of(place.owner).get(place.name)) is not None and differs(before, now)
+            if (now := buffers_of(place.owner).get(place.name)) is not None and not same_values(before, now)
         ]
         if not changed:
             return None
