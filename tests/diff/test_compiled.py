@@ -251,10 +251,9 @@ def test_implicit_gradients() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.nightly
 def test_a_pair_of_loops_goes_to_another_process_and_is_compiled_there() -> None:
     """As with ``parallel=``: what a worker gets is a pickle, and it has no program yet."""
-    problem, sent = Problem("module", "adam"), []
+    problem, sent = Problem("module", "sgd"), []
 
     def elsewhere(pairs: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def run(seeds: Tensor) -> Tensor:
