@@ -239,7 +239,7 @@ def seen_by(copy: Path, tests: str, marker: str) -> str:
         raise RuntimeError(
             f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
         )
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", ended.stdout, re.MULTILINE)
     return failed[1] if failed else ""
 
 

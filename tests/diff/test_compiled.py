@@ -43,7 +43,7 @@ MORE = bool(os.environ.get("TODIST_FUZZ_LOOPS"))
 def _traced(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Programs are traced, not made into kernels, and none is there yet; that a program is not made is an error."""
     of_table = "optimizer" in request.node.name
-    if not (request.node.name == "test_kernels" or (of_table and MORE)):
+    if not (request.function is test_kernels or (of_table and MORE)):
         backend = eager if of_table else aot_eager
         monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": backend})
     programs.programs_of.cache_clear()
@@ -251,10 +251,9 @@ def test_implicit_gradients() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.nightly
 def test_a_pair_of_loops_goes_to_another_process_and_is_compiled_there() -> None:
     """As with ``parallel=``: what a worker gets is a pickle, and it has no program yet."""
-    problem, sent = Problem("module", "adam"), []
+    problem, sent = Problem("module", "sgd"), []
 
     def elsewhere(pairs: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def run(seeds: Tensor) -> Tensor:
@@ -621,12 +620,17 @@ def test_errors_of_the_loss_are_the_loops_own() -> None:
 
 
 @pytest.mark.nightly
-def test_kernels() -> None:
+@pytest.mark.parametrize(
+    ("layers", "optimizer"),
+    [
+        pytest.param([nn.Dropout(0.3), nn.GELU()], lambda lr: todist.adam(lr=lr), id="dropout"),
+        pytest.param([], lambda lr: todist.sgd(lr=lr, weight_decay=0.1), id="sgd"),
+        *(pytest.param([], of_tree, id=name) for name, of_tree in OPTIMIZERS_OF_TREES.items()),
+    ],
+)
+def test_kernels(layers: list[nn.Module], optimizer: Callable[[Tensor], Any]) -> None:
     """With torch's own compiler, dropout and all."""
-    assert_same(todist.Replayed(), net(nn.Dropout(0.3), nn.GELU()), lambda lr: todist.adam(lr=lr))
-    assert_same(todist.Replayed(), net(), lambda lr: todist.sgd(lr=lr, weight_decay=0.1))
-    for of_tree in OPTIMIZERS_OF_TREES.values():
-        assert_same(todist.Replayed(), net(), of_tree)
+    assert_same(todist.Replayed(), net(*layers), optimizer)
 
 
 def test_a_meta_optimizer_takes_the_word() -> None:

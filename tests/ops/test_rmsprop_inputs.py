@@ -86,13 +86,19 @@ def test_a_variance_is_at_least_zero(fused, loop, dtype, momentum):
 
 
 @pytest.mark.parametrize("fused", FUSED)
-def test_half_precision_may_be_overwritten(fused):
-    g, v, a, b = (torch.rand(4).half() for _ in range(4))
-    want = rmsprop([g], [v + 1], [a], [b], **NUMBERS, momentum=0.5, fused=fused)
-    v += 1
-    made = rmsprop([g], [v], [a], [b], **NUMBERS, momentum=0.5, fused=fused, inplace=True)
-    for got, column in zip(made, want, strict=True):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_may_be_overwritten(fused, dtype):
+    """And is computed in float32, as without a graph, too: in float16 the square of 1e-4 is 0."""
+    values = [1e-4, -1e-4, 0.5, 0.25], [1.0] * 4, [0.0] * 4, [0.5, 0.0, 1.0, 0.25]
+    g, v, a, b = (torch.tensor(x, dtype=dtype) for x in values)
+    numbers = {"alpha": 0.9, "eps": 1e-6, "momentum": 0.5, "fused": fused}
+    want = rmsprop([g], [v - 1], [a], [b], **numbers)
+    single = rmsprop([g.float()], [v.float() - 1], [a.float()], [b.float()], **numbers)
+    v -= 1
+    made = rmsprop([g], [v], [a], [b], **numbers, inplace=True)
+    for got, column, exact in zip(made, want, single, strict=True):
         assert torch.equal(got[0], column[0])
+        torch.testing.assert_close(got[0], exact[0].to(dtype))
     if fused is False:
         assert [column[0] is x for column, x in zip(made[1:], (v, a, b), strict=True)] == [True] * 3
     assert made[0][0].data_ptr() != made[3][0].data_ptr()
