@@ -188,6 +188,7 @@ def test_it_runs_and_its_numbers_are_those_of_one_process(
     )
 
 
+@pytest.mark.nightly
 def test_few_shot_learning_in_a_small_setting(tmp_path: Path) -> None:
     notebook = nbformat.read(FEW_SHOT, as_version=4)
     assert "SCRIPTS = None" in cell(notebook, "settings").source

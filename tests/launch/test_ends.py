@@ -405,6 +405,7 @@ def test_an_agent_that_gives_no_sign_of_life_is_killed_and_named(tmp_path):
     assert_gone(family_of(tmp_path))
 
 
+@pytest.mark.nightly
 def test_a_launcher_that_is_stopped_for_a_while_finds_its_workers_at_work(tmp_path):
     """Ctrl-Z and fg: the launcher, too, has heard nothing for a while, and that was its own doing."""
     code = (

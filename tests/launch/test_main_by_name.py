@@ -211,7 +211,7 @@ print("DONE")
     ("text", "more", "words"),
     [
         (DECORATED, "", "DONE\n"),
-        (CHILD, "spawn", "[3, 4]\nDONE\n"),
+        pytest.param(CHILD, "spawn", "[3, 4]\nDONE\n", marks=pytest.mark.nightly),
         (CHILD, "forkserver", "[3, 4]\nDONE\n"),
         (BY_HAND, "", "DONE\n"),
     ],

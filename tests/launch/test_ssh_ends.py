@@ -118,6 +118,7 @@ def test_an_agent_there_that_is_stopped_is_killed_and_named(launcher, tmp_path):
     assert_gone([int(pid) for pid in (tmp_path / "family1").read_text().split()])
 
 
+@pytest.mark.nightly
 def test_an_ssh_server_that_is_stopped_is_a_lost_host(sshd, launcher, tmp_path):
     """As when the network is cut: there is no sign of life, in either direction."""
     cold = {"python": sys.executable}  # a forkserver that is a child of its SSH server's session
