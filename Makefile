@@ -2,7 +2,7 @@
 #   make demo PYTHON=python3.12                 another Python
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"   another build of torch
 #   make test ARGS="tests/ops -k fuzz"          some of the tests
-#   make test JOBS=8                            on four cores; tests wait half of their time
+#   make test JOBS=6                            on four cores; tests wait a third of their time
 #   make portable AS=ATEN_CPU_CAPABILITY=default   as on one other processor
 #   make gpu-pack GPU_PYTHON=3.12               what a machine with a GPU and no network lacks, for tests/gpu/run.sh
 #   make wheel TORCHES="2.13.0"                 the packages, tried with this torch only
@@ -10,7 +10,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 NPROC ?= 2
-JOBS ?= 4
+JOBS ?= 3
 ARGS ?=
 PROGRAMS ?= 2000
 KERNELS ?= 30

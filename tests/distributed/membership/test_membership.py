@@ -19,9 +19,9 @@ import pytest
 import torchopt_dist as todist
 from tests.waits import soon, wait_until
 from torchopt_dist.distributed.membership.hub import START
-from torchopt_dist.distributed.membership.link import Link
+from torchopt_dist.distributed.membership.link import DIED, Link
 from torchopt_dist.distributed.membership.members import Failure, Member
-from torchopt_dist.distributed.membership.stopped import process_table
+from torchopt_dist.distributed.membership.stopped import StoppedProcesses, process_table
 from torchopt_dist.distributed.rendezvous.store import GroupEndedError
 from torchopt_dist.process import out_of_memory
 
@@ -480,6 +480,14 @@ def test_a_process_that_ends_is_a_loss_though_its_connection_stays_open_unless_i
     wait_until(lambda: all(0 in end.failures for end in line.ends[1:]))
     assert not any(3 in end.failures for end in line.ends)
     assert "died" in str(line.ends[0].lost[1])
+
+
+def test_a_process_that_had_ended_before_it_was_watched_is_a_loss_too():
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    watched = StoppedProcesses({1: process.pid}, todist.Liveness())
+    watched.kill(1)  # nobody is there
+    assert [watched.look() for _ in range(3)] == [[], [(1, DIED)], []]
 
 
 def test_a_wait_for_a_thread_ends_with_the_thread_or_with_the_world(lines):

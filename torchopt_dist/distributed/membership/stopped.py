@@ -56,8 +56,10 @@ def is_running(pid: int) -> bool:
         return True
 
 
-def _status(process: psutil.Process) -> str | None:
+def _status(process: psutil.Process | None) -> str | None:
     """The state of a process; ``None`` if it has ended, empty if this one cannot see it, as for lack of descriptors."""
+    if process is None:
+        return None
     try:
         status: str = process.status()
     except psutil.NoSuchProcess:
@@ -76,7 +78,8 @@ class StoppedProcesses:
     def __init__(self, pids: Mapping[int, int], liveness: Liveness) -> None:
         self._looks = looks(liveness)
         self._counts: dict[int, int] = {}
-        self._processes: dict[int, psutil.Process] = {}
+        self._processes: dict[int, psutil.Process | None] = {}
+        """Of each rank; ``None``, if it had ended before it was watched."""
         for rank, pid in pids.items():
             self.watch(rank, pid)
 
@@ -84,8 +87,11 @@ class StoppedProcesses:
         """Check this process of a rank from now on, instead of the one before."""
         self._counts.pop(rank, None)
         self._processes.pop(rank, None)
-        with contextlib.suppress(psutil.Error, OSError):  # it is gone already, or cannot be seen
-            self._processes[rank] = psutil.Process(pid)
+        with contextlib.suppress(psutil.Error, OSError):  # it cannot be seen
+            try:
+                self._processes[rank] = psutil.Process(pid)
+            except psutil.NoSuchProcess:
+                self._processes[rank] = None
 
     def look(self) -> list[tuple[int, str]]:
         """The ranks whose processes have ended, or have been stopped for longer than the patience, and which it is.
@@ -107,9 +113,10 @@ class StoppedProcesses:
 
     def kill(self, rank: int) -> None:
         """Kill the process of a rank, if it is one of these."""
-        if rank in self._processes:
+        process = self._processes.get(rank)
+        if process is not None:
             with contextlib.suppress(psutil.Error):
-                self._processes[rank].kill()
+                process.kill()
 
 
 PROGRAM = Path(__file__).with_name("watchdog_program.py")
