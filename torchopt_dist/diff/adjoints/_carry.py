@@ -81,6 +81,14 @@ class Outcome(NamedTuple):
     aux: list[Any]
     """One a step."""
 
+    def with_moved(self, model: Model, leaves: Sequence[Tensor]) -> Outcome:
+        """The same with other tensors in the places of the parameters that the loop moves, a tied one at each."""
+        params = list(self.carry.params)
+        for place, leaf in zip(model.moved_places, leaves, strict=True):
+            params[place] = leaf
+        tied = [params[place] for place in model.first_places]
+        return self._replace(carry=self.carry._replace(params=tied))
+
 
 class StepFn(Protocol):
     """A step in one of its forms."""

@@ -144,8 +144,7 @@ def run_aloud(name: str, run: Callable[[Loop], Outcome], loop: Loop, also: Itera
             used.extend(tensor for tensor in loop.declared if edge_of(tensor)[0] in nodes)
 
     outcome = run(replace(loop, watch=watch))
-    places = loop.model.moved_places
-    params = list(outcome.carry.params)
+    params = outcome.carry.params
     ends = [leaf for leaf in [*params, *pytree.flatten(outcome.carry.state)[0]] if isinstance(leaf, Tensor)]
     reached = set(nodes_between(ends, ()))
     silent = [tensor for tensor in used if edge_of(tensor)[0] not in reached]
@@ -159,12 +158,9 @@ def run_aloud(name: str, run: Callable[[Loop], Outcome], loop: Loop, also: Itera
     )
     note_unconnected(what)
     probe = torch.zeros((), requires_grad=True, device="cpu")
-    last = [params[place] for place in places]
+    last = [params[place] for place in loop.model.moved_places]
     aloud = _Aloud.apply(what, [tensor.detach() for tensor in last], probe, *last)
-    for place, leaf in zip(places, aloud, strict=True):
-        params[place] = leaf
-    tied = [params[place] for place in loop.model.first_places]
-    return outcome._replace(carry=outcome.carry._replace(params=tied))
+    return outcome.with_moved(loop.model, aloud)
 
 
 class _Aloud(torch.autograd.Function):

@@ -107,9 +107,8 @@ class Implicit(Adjoint):
             return outcome
         gradient = _Gradient(loop, outcome.carry, range(max(0, count - self.batches), count), modes())
         places = loop.model.moved_places
-        params = list(outcome.carry.params)
         solver = solve_cg() if self.solver is None else as_solver(self.solver)
-        point = list(map(params.__getitem__, places))
+        point = [outcome.carry.params[place] for place in places]
         declared = list(loop.declared)
         with torch.enable_grad():
             if loop.is_substituted:  # a view is of what a loop around this one has put in the places of these
@@ -117,10 +116,7 @@ class Implicit(Adjoint):
             first = [loop.first.params[place] for place in places]
             look = partial(self._look, loop, of_batches)
             connected = attach(gradient, point, [declared, first], {}, [0], solver, look, loop.samples)
-        for place, leaf in zip(places, connected, strict=True):
-            params[place] = leaf
-        tied = [params[place] for place in loop.model.first_places]
-        return outcome._replace(carry=outcome.carry._replace(params=tied))
+        return outcome.with_moved(loop.model, connected)
 
     def _look(self, loop: Loop, of_batches: set[int], found: Found) -> None:
         unused = [loop.declared[place] for place in found.unused]

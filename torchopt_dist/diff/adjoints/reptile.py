@@ -49,11 +49,7 @@ class Reptile(Adjoint):
             *(loop.first.params[place].view_as(last[place]) for place in places),
             *(last[place] for place in places),
         )
-        params = list(last)
-        for place, leaf in zip(places, connected, strict=True):
-            params[place] = leaf
-        tied = [params[place] for place in loop.model.first_places]
-        return outcome._replace(carry=outcome.carry._replace(params=tied))
+        return outcome.with_moved(loop.model, connected)
 
 
 class _Displacement(torch.autograd.Function):

@@ -153,9 +153,7 @@ class ZMQTransport(Transport):
             failure = self.loss(worker, incarnation) if broken else None
         except (OSError, zmq.ZMQError) as error:
             broken = str(error) or type(error).__name__
-        if (
-            broken
-        ):  # after the block, as what this raises elsewhere has nothing to do with the exception in it
+        if broken:  # after the block, whose exception has nothing to do with what this raises elsewhere
             lost = disconnected(self._host.members[worker], broken)
             future.set_exception(lost if failure is None else failure.error())
         return future
