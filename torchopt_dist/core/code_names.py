@@ -1,4 +1,4 @@
-"""Code → the names that it mentions; a thing → whose it is: the user's, an installed package's, numpy's."""
+"""Code → the names that it mentions; a package → whether it is installed, or the user's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import dis
 import functools
 import sys
 from pathlib import PurePath
-from types import CodeType, ModuleType
-from typing import Any, NamedTuple
+from types import CodeType
+from typing import NamedTuple
 
-import numpy as np
-
-__all__ = ["LIBRARIES", "is_installed", "is_numpys", "reads", "top_package"]
+__all__ = ["LIBRARIES", "is_installed", "reads", "top_package"]
 
 
 class Reads(NamedTuple):
@@ -67,11 +65,3 @@ def is_installed(package: str) -> bool:
 def top_package(module: str) -> str:
     """The package at the top of a module's name."""
     return module.partition(".")[0]
-
-
-def is_numpys(thing: Any) -> bool:
-    """Whether it is an array, a scalar, a type, a function or a module of numpy."""
-    if isinstance(thing, (np.ndarray, np.generic)):
-        return True
-    home = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
-    return isinstance(home, str) and top_package(home) == "numpy"

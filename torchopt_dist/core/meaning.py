@@ -7,6 +7,7 @@ Two calls are the same if all of this is, recursively, and then tensors and numb
   package not the global names;
 - a method, a partial, a function with a cache, a compiled one: what it is made of;
 - a tensor: its class, dtype, shape, strides, device and requires_grad; never its values; an array of numpy likewise;
+  another thing of numpy's: its value;
 - a module, or another object: its class, and all its attributes: training modes, hooks, parts, numbers;
 - a class: itself, and what its methods and attributes are made of, if it is the user's;
 - a list, a tuple, a set or a dictionary: its entries in order; another object of Python's or of a package: its class,
@@ -15,12 +16,11 @@ Two calls are the same if all of this is, recursively, and then tensors and numb
   a set, or what is pickled, a number is itself; so is a zero, which often decides;
 - which of these are one and the same object, and torch's surroundings: autocast, default dtype, hooks of all modules.
 
-What has no such key is refused by name: :class:`RefusedError`. So is what else is numpy's: the compiler takes a scalar
-for a tensor, whose dtype what is computed with it then has.
+What has no such key is refused by name: :class:`RefusedError`.
 
-Torch's compiler looks global names up in the module of a function's name. A function that was sent by value has
-another module's name, or none's, so it is replaced by one :class:`Family.at_home`, and the names there are given anew
-at each call.
+A program is made by running the function once, with other things in the places of numbers and arrays: for that time
+:meth:`Meaning.standing_in` puts them where the function finds those. What the run itself has changed is put back, and
+is refused by name, since a program would do it no more.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import itertools
 import math
 import operator
 import os
-import sys
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from threading import RLock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -42,18 +42,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchopt_dist.core.code_names import is_installed, is_numpys, reads, top_package
+from torchopt_dist.core.code_names import is_installed, reads, top_package
 from torchopt_dist.core.reached import CONTAINERS, is_structure, map_parts, parts_of
 from torchopt_dist.core.surroundings import modes
 from torchopt_dist.pickling.code_pickler import name_of_op
-from torchopt_dist.torch_private import (
-    compiler_overlooks,
-    hooks_of_all_modules,
-    original_of,
-    source_of_arrays,
-)
+from torchopt_dist.torch_private import hooks_of_all_modules, original_of
 
-__all__ = ["Family", "Meaning", "Record", "RefusedError"]
+__all__ = ["ChangedError", "Family", "Meaning", "Record", "RefusedError", "kind_of"]
 
 _ATOMS = frozenset(
     (
@@ -64,38 +59,27 @@ _ATOMS = frozenset(
 _OF_C = (BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
-_REGISTERS = ("_parameters", "_buffers", "_modules")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-
-
-_count = itertools.count()
 
 
 class RefusedError(Exception):
     """Something has no key."""
 
 
+class ChangedError(RefusedError):
+    """Something is not what it was in the call."""
+
+
 class Family:
-    """What all functions of one code share: their homes, and the lock under which one of them runs there."""
+    """What all functions of one code share: codes that are equal, and the lock under which programs are made."""
 
     def __init__(self) -> None:
         self.lock = RLock()
         self._codes: dict[CodeType, CodeType] = {}
-        self._homes: list[ModuleType] = []
 
     def first(self, code: CodeType) -> CodeType:
-        """Of codes that are equal, the one that came first, by which the compiler knows a function."""
+        """Of codes that are equal, the one that came first, by which a function is known."""
         return self._codes.setdefault(code, code)
-
-    def home(self, number: int) -> ModuleType:
-        """The module with this number for functions that have none, where the compiler looks."""
-        if number == len(self._homes):
-            # By a name that no other family ever has: the compiler keeps modules by their names.
-            home = ModuleType(f"torchopt_dist_sent_{next(_count)}")
-            sys.modules[home.__name__] = home
-            weakref.finalize(self, sys.modules.pop, home.__name__, None)
-            self._homes.append(home)
-        return self._homes[number]
 
 
 class Record(NamedTuple):
@@ -108,8 +92,6 @@ class Record(NamedTuple):
     """Those that the key has by class only, and where they are."""
     alive: tuple[Any, ...]
     """What the key knows by identity."""
-    alias: str
-    """Where a part of a module, or a tensor of it, is in another attribute, too; empty if nowhere."""
 
     def changed(self, first: Record) -> Iterator[str]:
         """Where numbers are others than in a record with the same key."""
@@ -131,87 +113,99 @@ class Record(NamedTuple):
 
 
 class Meaning:
-    """The key of things, and the things at home.
+    """The key of things.
 
     Args:
-        family: that of the function; its lock is held while the meaning is found and used.
+        family: that of the function; its lock is held meanwhile.
         things: functions, arguments, by what a message calls them.
-        kind: what else is part of the key, such as how arguments are nested.
         base: a meaning that this one continues, with more things.
+        in_place_of: a number, of which the key has the class, or an array, and its index among these → what is to be
+            in its place while a program is made.
 
     Raises:
         RefusedError: something has no key.
     """
 
     def __init__(
-        self, family: Family, things: Iterable[tuple[str, Any]], kind: Hashable, base: Meaning | None = None
+        self,
+        family: Family,
+        things: Iterable[tuple[str, Any]],
+        base: Meaning | None = None,
+        in_place_of: Callable[[Any, int], Any] | None = None,
     ) -> None:
-        self._base = base
+        self._family, self._base, self._in_place_of = family, base, in_place_of
+        self._own = list(things)
+        self.number_of: dict[Any, int] = {}
+        """Of its key, for those who number keys."""
         self._places: list[str] = []
         self._alive: list[Any] = []
         self._numbers: list[tuple[str, float]] = []
         self._key: list[Any] = []
-        self._family = family
         self._made: dict[int, tuple[int, Any]] = {} if base is None else dict(base._made)
         self._kept: list[Any] = []
         """What was met, so that no other thing has its identity meanwhile."""
-        self._homes: dict[int, tuple[dict[str, Any], ModuleType]] = {}
-        self._new: dict[int, dict[str, Any]] = {}
+        self.tensors: list[Tensor] = [] if base is None else list(base.tensors)
+        """Those that are reached, each once."""
+        self.arrays: list[np.ndarray[Any, Any]] = [] if base is None else list(base.arrays)
+        self._noted: list[tuple[Any, Any, Any]] = []
+        """Containers, a key in each, or none for all of it, and what was there."""
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
-        """A container, a key in it, what is there, and what is there at home."""
-        self._is_fixed = self._is_attribute = False
-        self._parts: set[int] = set()
-        """The ids of what modules hold as parameters, buffers and sub-modules."""
-        self._attributes: list[tuple[int, str]] = []
-        """The ids of modules and tensors that are in other attributes of modules, and where."""
-        self._note("how arguments are nested", kind)
-        self.things = [self._visit(thing, place) for place, thing in things]
+        """A container, a key in it, what was there, and what is to be there."""
+        self._is_fixed = False
+        self.things = [self._visit(thing, place) for place, thing in self._own]
         if base is None:
             for hooks in hooks_of_all_modules():
                 self._visit(hooks, "hooks of all modules")
             around = modes()
             self._note("autocast, or torch's default dtype or device", around)
-        alias = next((place for one, place in self._attributes if one in self._parts), "")
-        key, places, numbers, alive = map(tuple, (self._key, self._places, self._numbers, self._alive))
-        self.record = Record(key, places, numbers, alive, alias)
+        self.record = Record(*map(tuple, (self._key, self._places, self._numbers, self._alive)))
         if base is not None:
             self.things = [*base.things, *self.things]
             self.record = Record(*map(operator.add, base.record, self.record))
+        self.values = tuple(value for _, value in self.record.numbers)
 
-    @property
-    def moves(self) -> bool:
-        """Whether something is to be in the place of another while it runs."""
-        return bool(self._homes or self._replaced or (self._base is not None and self._base.moves))
+    def anew(self) -> Meaning:
+        """The meaning of the same things now."""
+        return self._again()
 
-    def move_in(self) -> None:
-        """Give the homes the global names of this call, and what was sent has the functions at home in it."""
-        if self._base is not None:
-            self._base.move_in()
-        self._replace(1)
-        for sent, home in self._homes.values():
-            names = vars(home)
-            for name in names.keys() - sent.keys() - {"__name__", "__loader__", "__spec__", "__package__"}:
-                del names[name]
-            names.update((name, value) for name, value in sent.items() if name != "__name__")
-            names.update(self._new[id(sent)])
+    def _again(self, in_place_of: Callable[[Any, int], Any] | None = None) -> Meaning:
+        base = None if self._base is None else self._base._again(in_place_of)
+        return Meaning(self._family, self._own, base, in_place_of)
 
-    def move_out(self) -> None:
-        """Give what was sent its own functions back, which need no lock."""
-        self._replace(0)
-        if self._base is not None:
-            self._base.move_out()
+    @contextmanager
+    def standing_in(self, in_place_of: Callable[[Any, int], Any]) -> Iterator[Meaning]:
+        """A context to run the things in, once, with others in the places of numbers and arrays; these things.
 
-    def _replace(self, by: int) -> None:
-        for container, key, *both in self._replaced:
-            is_cell = isinstance(container, CellType)
-            try:
-                there = container.cell_contents if is_cell else container[key]
-            except (LookupError, ValueError):  # the task has taken it out
-                continue
-            if there is both[1 - by] and is_cell:
-                container.cell_contents = both[by]
-            elif there is both[1 - by]:
-                container[key] = both[by]
+        Raises:
+            ChangedError: something is not what it was when this was made.
+            RefusedError: at the end, something is not what it was before.
+        """
+        there = self._again(in_place_of)
+        if (now := there.record).key != self.record.key or any(now.changed(self.record)):
+            raise ChangedError(f"{now.differs_at(self.record)} has changed since the call")
+        parts = [there] if there._base is None else [there._base, there]
+        try:
+            for part in parts:
+                for container, key, _, new in part._replaced:
+                    _put(container, key, new)
+            yield there
+            for part in parts:
+                for container, key, old, new in part._replaced:
+                    if _there(container, key) is new:
+                        _put(container, key, old)
+            after = self.anew().record
+            noted = [one for part in parts for one in part._noted if isinstance(one[2], Tensor)]
+            is_other = any(_there(container, key) is not was for container, key, was in noted)
+        finally:
+            for part in parts:
+                for container, key, was in part._noted:
+                    _put(container, key, was)
+        if after.key != now.key or any(after.changed(now)):
+            raise RefusedError(f"{after.differs_at(now)} changes when it runs, which a program does not do")
+        if is_other:
+            raise RefusedError(
+                "it puts other tensors in the places of some, as in a module: do so in a clone"
+            )
 
     def _note(self, place: str, what: Any) -> None:
         self._places.append(place)
@@ -234,9 +228,12 @@ class Meaning:
             else:
                 self._note(place, kind)
                 self._numbers.append((place, thing))
+                if self._in_place_of is not None:
+                    number = len(self._numbers) - 1
+                    if self._base is not None:
+                        number += len(self._base.record.numbers)
+                    return self._in_place_of(thing, number)
             return thing
-        if self._is_attribute and isinstance(thing, (Tensor, nn.Module)):
-            self._attributes.append((id(thing), place))
         if id(thing) in self._made:
             number, made = self._made[id(thing)]
             self._note(place, ("again", number))
@@ -244,28 +241,21 @@ class Meaning:
         self._is(thing, thing)
         self._kept.append(thing)
         if isinstance(thing, Tensor):
-            self._note(place, _kind_of_tensor(thing))
-        elif kind is np.ndarray and source_of_arrays() is not None:
-            self._note(place, (kind, thing.dtype, thing.shape, thing.strides, thing.flags.writeable))
-        elif is_numpys(thing):
-            _refuse(thing, place, "which the compiler takes for a tensor: give it a number or a tensor")
+            self._note(place, (*kind_of(thing), thing.requires_grad))
+            self.tensors.append(thing)
+        elif kind is np.ndarray:
+            return self._array(thing, place)
+        elif isinstance(thing, np.generic):
+            self._note(place, (kind, thing.tobytes()))
         elif kind is FunctionType:
             return self._function(thing, place)
         elif kind in CONTAINERS:
             self._note(place, (kind, len(thing)))
             self._entries(thing, place)
         elif isinstance(thing, nn.Module):
-            if "forward" in vars(thing) and compiler_overlooks():
-                _refuse(
-                    thing,
-                    place,
-                    f"whose own `forward` is ignored by the compiler of torch {torch.__version__}",
-                )
             self._visit(kind, place)
             self._note_itself(place, kind.forward)  # also of torch's classes, where somebody may replace it
-            if not self._is_attribute:
-                self._parts.add(id(thing))
-            self._entries(vars(thing), place, is_object=True, is_module=True)
+            self._entries(vars(thing), place, is_object=True)
         elif isinstance(thing, (tuple, functools.partial)) or (
             is_structure(thing) and not hasattr(thing, "__dict__")
         ):
@@ -273,10 +263,10 @@ class Meaning:
         elif kind is MethodType:
             self._note(place, kind)
             function, own = self._visit(thing.__func__, place), self._visit(thing.__self__, place)
-            return self._is(thing, MethodType(function, own) if function is not thing.__func__ else thing)
+            return self._is(thing, thing if own is thing.__self__ else MethodType(function, own))
         elif isinstance(thing, type):
             self._class(thing, place)
-        elif isinstance(thing, ModuleType) or _is_of_c(thing) or name_of_op(thing) is not None:
+        elif isinstance(thing, (ModuleType, np.ufunc)) or _is_of_c(thing) or name_of_op(thing) is not None:
             self._note_itself(place, thing)
             if thing is os:
                 self._fixed(os.environ, "os.environ")
@@ -298,22 +288,35 @@ class Meaning:
         self._made[id(thing)] = number, made
         return made
 
-    def _entries(self, entries: Any, place: str, *, is_object: bool = False, is_module: bool = False) -> None:
-        """Note those of a list, a dictionary or an object; a function that was sent is replaced there."""
-        before = self._is_attribute
+    def _array(self, array: np.ndarray[Any, Any], place: str) -> Any:
+        kind = (np.ndarray, array.dtype, array.shape, array.strides, array.flags.writeable)
+        if self._is_fixed or array.dtype.hasobject:
+            self._note(place, (kind, array.tobytes()))
+            return array
+        self._note(place, kind)
+        self.arrays.append(array)
+        if self._in_place_of is None:
+            return array
+        return self._is(array, self._in_place_of(array, len(self.arrays) - 1))
+
+    def _entries(self, entries: Any, place: str, *, is_object: bool = False) -> None:
+        """Note those of a list, a dictionary or an object."""
+        if self._in_place_of is not None:
+            self._noted.append((entries, None, entries.copy()))
         for key, value in list(entries.items()) if isinstance(entries, dict) else enumerate(entries):
             if is_object and key in _OF_MODULES and (not value or "state_dict" in key):
                 continue  # most modules have no hooks, and those of checkpoints do not run here
-            where = f"{place}.{key}" if is_object else f"{place}[{key!r}]"
             if isinstance(entries, dict):
                 self._fixed(key, place)
-            if is_module:
-                self._is_attribute = key not in _REGISTERS
-                self._parts.update(() if self._is_attribute else map(id, value.values()))
-            made = self._visit(value, where)
-            if made is not value:
-                self._replaced.append((entries, key, value, made))
-        self._is_attribute = before
+            self._replace(entries, key, value, f"{place}.{key}" if is_object else f"{place}[{key!r}]")
+
+    def _replace(self, container: Any, key: Any, value: Any, place: str) -> None:
+        """Visit what is in a container, where something else may be in its place."""
+        if self._in_place_of is not None and key is not None:
+            self._noted.append((container, key, value))
+        made = self._visit(value, place)
+        if made is not value:
+            self._replaced.append((container, key, value, made))
 
     def _structure(self, thing: Any, place: str) -> Any:
         parts = parts_of(thing)
@@ -371,69 +374,57 @@ class Meaning:
         self._note(place, (FunctionType, id(code)))
         if function is os.getenv:
             self._fixed(os.environ, "os.environ")
-        module = names.get("__name__") or ""
-        is_sent = vars(sys.modules.get(module, _NONE)) is not names
         mentioned = reads(code)
-        made = function
-        if is_sent:
-            if mentioned.assigned:
-                raise RefusedError(f"{place} assigns the global name `{min(mentioned.assigned)}`")
-            if id(names) not in self._homes:
-                self._homes[id(names)] = names, self._family.home(len(self._homes))
-                self._new[id(names)] = {}
-            home = self._homes[id(names)][1]
-            made = FunctionType(code, vars(home), function.__name__, None, function.__closure__)
-            made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-            vars(made).update(vars(function))
-            if self._is_fixed:
-                known = [
-                    name for name in mentioned.variables if name in names and not _is_library(names[name])
-                ]
-                if known:
-                    raise RefusedError(
-                        f"{place}, which was sent by value, reads the global name `{min(known)}`"
-                    )
-        self._is(function, made)
-        before, self._is_attribute = self._is_attribute, False  # a copy of a module has the same functions
-        was_fixed = self._is_fixed
-        for name in ("__kwdefaults__", "__defaults__"):
-            self._is_fixed |= name == "__defaults__" and compiler_overlooks()
-            new = self._visit(getattr(function, name), f"{place}.{name}")
-            if is_sent:
-                setattr(made, name, new)
-        self._is_fixed = was_fixed
-        is_users = is_sent or not is_installed(top_package(module))
+        is_users = not is_installed(top_package(names.get("__name__") or ""))
+        if is_users and mentioned.assigned:
+            raise RefusedError(f"{place} assigns the global name `{min(mentioned.assigned)}`")
+        self._replace(function, "__defaults__", function.__defaults__, f"{place}.__defaults__")
+        self._visit(function.__kwdefaults__, f"{place}.__kwdefaults__")
         if is_users:
-            self._entries(vars(made), place, is_object=True)
+            self._entries(vars(function), place, is_object=True)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
             except ValueError:  # it is empty, as that of a function which calls itself may be
                 self._note(name, "empty")
                 continue
-            new = self._visit(value, f"`{name}`")
-            if new is not value:
-                self._replaced.append((cell, None, value, new))
+            self._replace(cell, "cell_contents", value, f"`{name}`")
         if is_users:
             for name in sorted(mentioned.variables & names.keys()):
                 value = names[name]
-                new = self._visit(value, f"the global `{name}`")
-                if is_sent:
-                    self._new[id(names)][name] = new
+                self._replace(names, name, value, f"the global `{name}`")
                 if isinstance(value, ModuleType) and not _is_library(value):
                     for attribute in sorted(mentioned.attributes & vars(value).keys()):
                         self._fixed(vars(value)[attribute], f"`{name}.{attribute}`")
-        self._is_attribute = before
-        return made
+        return function
 
 
-_NONE = ModuleType("")
+def _there(container: Any, key: Any) -> Any:
+    """What is in a container; nothing, where it has been taken out."""
+    try:
+        return getattr(container, key) if isinstance(container, (CellType, FunctionType)) else container[key]
+    except (LookupError, ValueError):
+        return _there
 
 
-def _kind_of_tensor(tensor: Tensor) -> tuple[Any, ...]:
+def _put(container: Any, key: Any, value: Any) -> None:
+    """Put something into a container, or, without a key, all that was in it."""
+    if isinstance(container, (CellType, FunctionType)):
+        setattr(container, key, value)
+    elif key is not None:
+        container[key] = value
+    elif isinstance(container, list):
+        container[:] = value
+    elif container.keys() != value.keys() or any(container[name] is not value[name] for name in value):
+        container.clear()
+        container.update(value)
+
+
+def kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """What a program depends on of a tensor, if it is not differentiated."""
     strides = tensor.stride() if tensor.layout is torch.strided else None
-    kind = (type(tensor), tensor.dtype, tuple(tensor.shape), strides, tensor.device, tensor.layout)
-    return (*kind, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
+    kind = (type(tensor), tensor.dtype, tensor.shape, strides, tensor.device, tensor.layout)
+    return (*kind, tensor.is_conj(), tensor.is_neg())
 
 
 def _is_of_c(thing: Any) -> bool:

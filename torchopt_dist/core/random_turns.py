@@ -31,6 +31,7 @@ from torchopt_dist.core.generators import (
     seed_all,
     states,
 )
+from torchopt_dist.core.uncompiled import is_traced
 from torchopt_dist.torch_private import asking_thread, outside_of_transforms, transforms_are_active
 
 __all__ = [
@@ -235,6 +236,10 @@ def draw_seed() -> int:
 
     While another thread computes a task, the number is of the states that the task's end restores.
     """
+    if is_traced() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "it draws a seed, as calls and inner loops do, which would be the same each time"
+        )
     with (
         outside_of_transforms() if transforms_are_active() else _ALONE,
         _lock,

@@ -1,17 +1,35 @@
-"""A function → the same, which a compiler calls as it is: what it traces ends before, and goes on after."""
+"""Who is being traced; a function → the same, which a compiler calls as it is, between what it traces."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["uncompiled"]
+__all__ = ["is_traced", "tracing", "uncompiled"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_traced: ContextVar[bool] = ContextVar("traced", default=False)
+
+
+def is_traced() -> bool:
+    """Whether what runs is being traced, by torch's compiler or by this package: a tensor has no values there."""
+    return torch.compiler.is_compiling() or _traced.get()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """A context for what this package traces."""
+    token = _traced.set(True)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:

@@ -159,7 +159,7 @@ def takes_duals() -> bool:
 
 
 def leaf_like(tensor: Tensor) -> Tensor:
-    """A new leaf with a tensor's values, also where the compiler traces, which in torch 2.11 refuses the method."""
+    """A new leaf with a tensor's values."""
     return tensor.detach().requires_grad_()
 
 

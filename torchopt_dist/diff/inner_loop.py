@@ -175,7 +175,7 @@ def inner_loop(
         steps: the number of steps. It is needed if ``batches`` is a function or has no length, and is at most the
             length of a sequence.
         stop: called after each step with its number and its loss; if it returns true, that step is the last one.
-        compile: compile the steps by ``torch.compile``: the first step of a kind takes some 10 to 20 s, and later ones
+        compile: compile the steps by ``torch.compile``: the first step of a kind takes some 3 to 15 s, and later ones
             half of the time in a small network. Where the compiler refuses, a warning says why, and the steps run
             as without. ``"reduce-overhead"`` captures them as CUDA graphs on a GPU, and is the same as ``True`` on a
             CPU. See the page on compiled loops for what is refused, and for what a step must not do.

@@ -93,7 +93,7 @@ class _Replay:
         self.count = len(self.loop.model.moved_places) + len(self.places)
         self.watched = replace(self.loop, watch=self._watch)
         self.once = self.loop.without_stop()
-        """The loop whose gradients are not differentiated again."""
+        """The loop whose steps run again."""
         self.has_looked = False
         """Whether it is known that steps use no other tensors than declared ones; losses are looked at as they run."""
 
@@ -322,11 +322,6 @@ class _Replay:
                 at = end
         return found
 
-    @property
-    def recorded(self) -> Loop:
-        """The loop whose gradients are differentiated again."""
-        return self.loop.uncompiled().without_stop()
-
     def _watch(self, seen: Seen) -> None:
         if seen.number == 0:
             self._choose_unit(seen.loss)
@@ -504,7 +499,7 @@ class _Segment(remat.Segment):
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         replay = self.replay
         now, declared = tensors[: replay.count], tensors[replay.count :]
-        loop = replay.recorded
+        loop = replay.once
         if declared:
             loop = replace(loop, others=tuple(declared))
         with steps_again(replay.loop, replay.modes):

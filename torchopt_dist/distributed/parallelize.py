@@ -98,7 +98,7 @@ def remote_sync_call(
         chunk_size: how many tasks run at once, if vectorized; ``None`` means all.
         compile: whether each worker compiles the task that it runs by ``torch.compile``, or all its tasks as one
             program if vectorized; with ``chunk_size`` these run as without. The first call of a kind takes some
-            10 to 65 s. Where the compiler refuses, a warning says why, and the call runs as without.
+            5 to 45 s. Where the compiler refuses, a warning says why, and the call runs as without.
             ``"reduce-overhead"`` also captures a task and its gradient as a CUDA graph on a GPU.
         device: where each worker, the caller included, moves the tensors among its arguments first: ``"auto"`` is the
             worker's own GPU if it has one, ``None`` keeps the kind of device that they are on.

@@ -29,7 +29,12 @@ from torchopt_dist.core.functional import Replacements, replaced
 from torchopt_dist.core.random_turns import draw_seed
 from torchopt_dist.core.remat import PureFn, apply
 from torchopt_dist.core.types import OptionalTensor
-from torchopt_dist.torch_private import entrances_for_tensors, recomputing_checkpoint, transforms_are_active
+from torchopt_dist.core.uncompiled import is_traced
+from torchopt_dist.torch_private import (
+    entrances_for_tensors,
+    recomputing_checkpoint,
+    transforms_are_active,
+)
 
 __all__ = ["LONG", "ROWS", "Attention", "attention_by_formula", "tiled_attention", "without_fast_path"]
 
@@ -75,7 +80,7 @@ def tiled_attention(torchs: Callable[..., Tensor], *args: Any, **named: Any) -> 
     """
     attention = Attention(*args, **named)
     rows = 0
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_traced():
         rows = _rows_of_a_tile(attention)
     if not rows:
         return attention.by(torchs)

@@ -29,8 +29,7 @@ from torchopt_dist.nn import _tensor_dicts
 from torchopt_dist.nn._module_copy import copied
 from torchopt_dist.nn._shared_clones import note_clone
 from torchopt_dist.nn._tensor_copier import TensorCopier
-from torchopt_dist.nn._traced_module import traced_copy
-from torchopt_dist.torch_private import gradients_are_traced, let_graphs_drop
+from torchopt_dist.torch_private import let_graphs_drop
 
 __all__ = [
     "ModuleState",
@@ -201,8 +200,6 @@ def module_clone(
         TypeError: ``target`` is none of these.
         ValueError: ``by`` is none of the modes.
     """
-    if gradients_are_traced() and isinstance(target, nn.Module) and device is None and not detach_buffers:
-        return cast("T", traced_copy(target, by))
     take = TensorCopier(by, device)
     if isinstance(target, nn.Module):
         clone = copied(target, take, TensorCopier("deepcopy", device) if detach_buffers else take)

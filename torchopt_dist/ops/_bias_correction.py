@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from torchopt_dist.core.uncompiled import is_traced
 from torchopt_dist.ops._foreach import Factor, Factors, combine, runs_in_a_loop
 
 __all__ = ["bias_corrections", "count_up", "count_up_", "counts", "on_device", "values"]
@@ -61,7 +62,7 @@ def values(counts: Sequence[Tensor]) -> Factors:
 
     Tensors whose values cannot be read, such as those that ``vmap`` batches, are returned in float64.
     """
-    if counts and not torch.compiler.is_compiling():
+    if counts and not is_traced():
         with contextlib.suppress(RuntimeError):
             numbers = [t.item() for t in counts]
             return numbers[0] if numbers.count(numbers[0]) == len(numbers) else numbers

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.uncompiled import is_traced
 
 __all__ = [
     "PLAIN",
@@ -115,7 +116,7 @@ def are_alike(columns: Sequence[Sequence[Any]]) -> bool:
 
     A compiler does not look at them.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         return True
     model, tensors = columns[0], join(columns)
     if not {*map(type, tensors)} <= PLAIN or {x.layout for x in tensors} != {torch.strided}:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchopt_dist import torch_private
 from torchopt_dist.core.types import OptionalTensor
+from torchopt_dist.core.uncompiled import is_traced
 
 __all__ = [
     "Factor",
@@ -81,7 +82,7 @@ def add(xs: list[Tensor], ys: list[Tensor], alpha: Factor = 1.0, *, inplace: boo
     """
     if isinstance(alpha, Tensor):
         ys, alpha = multiply(ys, alpha), 1.0
-    if torch.compiler.is_compiling():
+    if is_traced():
         # Inductor (2.11 to 2.13) loses the factor of a sum where `y` is a product of matrices.
         added = [x.add_(y * alpha) if inplace else x + y * alpha for x, y in zip(xs, ys, strict=True)]
     elif runs_in_a_loop(xs):
@@ -273,7 +274,7 @@ def _one_over(x: Any) -> Any:
 
 def runs_in_a_loop(xs: Sequence[Tensor]) -> bool:
     """Whether operations run tensor by tensor: in a compiler, a transformation of ``torch.func`` or forward mode."""
-    if not xs or torch.compiler.is_compiling():
+    if not xs or is_traced():
         return True
     return torch_private.transforms_are_active() or torch_private.forward_mode_is_active() or _looping.get()
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torchopt_dist import torch_private
 from torchopt_dist.core.types import Device
+from torchopt_dist.core.uncompiled import is_traced
 from torchopt_dist.ops._columns import PLAIN, lie_alike
 from torchopt_dist.ops._foreach import Factor, Factors
 
@@ -222,13 +223,9 @@ def use_kernel(
         RuntimeError: ``fused=True`` where the kernel cannot be used; the message says why.
     """
     check_choice(fused)
-    if fused is False or (fused is None and (torch.compiler.is_compiling() or not first)):
+    if fused is False or (fused is None and (is_traced() or not first)):
         return False
-    reason = (
-        "`torch.compile` compiles the formula itself"
-        if torch.compiler.is_compiling()
-        else _obstacle(op, first, rest)
-    )
+    reason = "`torch.compile` compiles the formula itself" if is_traced() else _obstacle(op, first, rest)
     if reason is None and any(isinstance(factor, Tensor) for factor in factors):
         reason = "the kernel takes hyper-parameters that are numbers; leave `fused` out"
     if reason is not None and fused:
@@ -260,7 +257,7 @@ def torch_fused_step(
     """
     check_choice(fused)
     step = torch_private.fused_step(name)
-    if step is None or fused is False or not columns[0] or torch.compiler.is_compiling():
+    if step is None or fused is False or not columns[0] or is_traced():
         return None
     tensors = [x for column in columns for x in column]
     if {*map(type, tensors)} - PLAIN or {x.layout for x in tensors} != {torch.strided}:
@@ -280,7 +277,7 @@ def torch_fused_step(
 
 def _obstacle(op: str, tensors: Sequence[Tensor], rest: Sequence[Tensor] = ()) -> str | None:
     """The reason for which an op's kernel cannot be used for these tensors; ``None`` if it can."""
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         for kind in {*map(type, tensors), *map(type, rest)} - PLAIN:
             return f"the kernel takes plain tensors; got a {kind.__name__}"
         if torch_private.forward_mode_is_active():
@@ -324,6 +321,6 @@ def are_concrete(values: Factors, fused: bool | None) -> bool:
 
 def transforms_allow() -> bool:
     """Whether no transformation is active but those that a kernel's node has rules for: ``grad``, ``vjp``, ``vmap``."""
-    if torch.compiler.is_compiling() or torch_private.forward_mode_is_active():
+    if is_traced() or torch_private.forward_mode_is_active():
         return False
     return torch_private.transforms_are_only("Grad", "Vmap")

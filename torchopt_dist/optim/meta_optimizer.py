@@ -39,8 +39,7 @@ from torchopt_dist.optim._state import (
     restore_state,
     trained_states,
 )
-from torchopt_dist.optim._traced_step import traced_begin, traced_step
-from torchopt_dist.torch_private import gradients_are_traced, transforms_are_active, vmaps
+from torchopt_dist.torch_private import transforms_are_active, vmaps
 from torchopt_dist.transform._gradients import gradients
 from torchopt_dist.transform.apply_updates import differentiable_step, with_gradients_added
 from torchopt_dist.transform.base import GradientTransformation
@@ -80,7 +79,6 @@ class MetaOptimizer:
     """
 
     transformation: ClassVar[signatures.Constructor | None] = None
-    _traced_defaults: ClassVar[dict[str, Any]] = {}
     __signature__: ClassVar[inspect.Signature]
     _signature: ClassVar[inspect.Signature] = inspect.signature(lambda module, impl: ...)
 
@@ -96,16 +94,12 @@ class MetaOptimizer:
         super().__init_subclass__()
         if transformation is not None:
             cls.transformation = staticmethod(transformation)
-            cls._traced_defaults = {k: v for k, v in defaults.items() if k != "moment_requires_grad"}
             cls._signature = signatures.signature(transformation, "module", defaults)
             cls.__signature__ = cls._signature
             cls.__doc__ = signatures.docstring(cls, transformation, _MODULE_TEXT)
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         cls = type(self)
-        if gradients_are_traced():
-            self._begin_traced(module, *args, **kwargs)
-            return
         self._options: dict[str, Any] | None = None
         if self.transformation is None:
             self.impl = signatures.only_transformation(cls, self._signature, module, args, kwargs)
@@ -135,14 +129,6 @@ class MetaOptimizer:
                     "optimizer: one of torch.optim, or such as `todist.SGD(module.parameters(), ...)`"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _begin_traced(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """What ``__init__`` does, in words that the compiler can trace."""
-        make = self.transformation
-        self.impl = args[0] if make is None else make(*args, **{**self._traced_defaults, **kwargs})
-        self.modules, self._impls = [module], [self.impl]
-        self._traced_values = traced_begin(module)
-        self._states = [self.impl.init(dict(module.named_parameters()))]
 
     def add_param_group(self, module: nn.Module, **options: Any) -> None:
         """Move another module's parameters too, with a state and, if wanted, options of their own.
@@ -211,13 +197,6 @@ class MetaOptimizer:
             RuntimeError: the step is recorded, and a backward pass would compute a part of the loss again, as with
                 ``torch.utils.checkpoint``, but with the parameters of a later step. Use :meth:`run` for such a loss.
         """
-        if gradients_are_traced():
-            value = loss if isinstance(loss, Tensor) else loss()
-            self._traced_values, state = traced_step(
-                self.impl, self.modules[0], self._traced_values, self._states[0], value, first_order
-            )
-            self._states = [state]
-            return
         recorded = not is_evaluating()
         if not isinstance(loss, Tensor) and callable(loss):
             recorded = recorded and torch.is_grad_enabled()

@@ -7,17 +7,7 @@ function looks its name up when it is called, and says what is lost where the na
 
 from __future__ import annotations
 
-from torchopt_dist.torch_private.compiler import (
-    as_input,
-    compiler_overlooks,
-    gradients_are_traced,
-    is_one_program_too_many,
-    original_of,
-    source_of_arrays,
-    traced_samples,
-    tracing_gradients,
-    users_of_arrays,
-)
+from torchopt_dist.torch_private.compiler import Trace, original_of
 from torchopt_dist.torch_private.engine import (
     advance_sequence_numbers,
     asking_thread,
@@ -109,9 +99,9 @@ from torchopt_dist.torch_private.transforms import (
 )
 
 __all__ = [
+    "Trace",
     "advance_sequence_numbers",
     "apply_function",
-    "as_input",
     "asking_thread",
     "attributes_for_forward",
     "autocast_is_on",
@@ -121,7 +111,6 @@ __all__ = [
     "buffers_of",
     "bytes_of_results",
     "children_of",
-    "compiler_overlooks",
     "drop_compiled_call",
     "ends_gradients_graph",
     "engine_captures_leaf",
@@ -138,7 +127,6 @@ __all__ = [
     "fused_step",
     "grad_of_edges",
     "grad_of_loss",
-    "gradients_are_traced",
     "grads_inside_transforms",
     "has_forward_hook",
     "has_hooks",
@@ -149,7 +137,6 @@ __all__ = [
     "interpreter_flags",
     "is_batched_gradient",
     "is_functorch_tensor",
-    "is_one_program_too_many",
     "is_refusal",
     "is_used_up",
     "is_zero_tensor",
@@ -177,18 +164,14 @@ __all__ = [
     "set_parameters",
     "set_pending_gpu_seeds",
     "set_sequence_number",
-    "source_of_arrays",
     "tensor_at_level",
     "tensor_version",
     "tensorpipe_options_with_sockets",
     "tensors_entering",
     "time_out_of",
-    "traced_samples",
-    "tracing_gradients",
     "transform_level",
     "transforms_are_active",
     "transforms_are_only",
-    "users_of_arrays",
     "vmap_randomness",
     "vmaps",
     "when_run_fails",

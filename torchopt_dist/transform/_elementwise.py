@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchopt_dist import pytree
 from torchopt_dist.core.types import OptState, Params, TensorTree, Updates
+from torchopt_dist.core.uncompiled import is_traced
 from torchopt_dist.ops import _foreach as foreach
 from torchopt_dist.ops._columns import as_complex, as_real, check_tensors, pick, present, put
 from torchopt_dist.transform.base import GradientTransformation, of_elements
@@ -154,7 +155,7 @@ def _update(
     }
     old = [pick(field, places) for field in fields.values()]
     _check_shapes(places, grads, dict(zip(fields, old, strict=True)))
-    is_compiling = torch.compiler.is_compiling()
+    is_compiling = is_traced()
     inplace = inplace and not torch.is_grad_enabled() and (is_compiling or not foreach.are_batched(grads))
     moved, *new = formula(as_real(grads), *(as_real(field) for field in old), inplace=inplace)
     for (name, field), before, after in zip(fields.items(), old, new, strict=True):

@@ -120,10 +120,6 @@ class Loop:
         """Whether a whole step is a program of torch's compiler."""
         return False
 
-    def uncompiled(self) -> Loop:
-        """The same loop, whose steps have derivatives of every order."""
-        return self
-
     def state_for_caller(self, state: OptState) -> OptState:
         """A state of the steps → one of the caller's parameters."""
         return state

@@ -110,6 +110,14 @@ class Model(ABC):
         parameters of the step.
         """
 
+    def fresh(self) -> Model:
+        """A model like this one, which nothing else fills."""
+        return self  # each tree is a new one
+
+    def key(self) -> nn.Module | None:
+        """The module that is filled, of which all decides what a step is; none where the loss takes a tree."""
+        return None
+
     @abstractmethod
     def let_go(self) -> None:
         """Drop the leaves that were filled in last."""
@@ -195,6 +203,15 @@ class ModuleModel(Model):
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
         self._leaves = list(leaves)
         _fill(self._places, [*leaves, *buffers])
+        return self._copy
+
+    def fresh(self) -> Model:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        made._copy_anew(self._copy, self._leaves, self.buffers_now())
+        return made
+
+    def key(self) -> nn.Module:
         return self._copy
 
     def part(self, name: str) -> nn.Module:

@@ -12,10 +12,10 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchopt_dist import pytree
-from torchopt_dist.core.types import OptionalTensor, OptState
+from torchopt_dist.core.types import OptState
 from torchopt_dist.diff.adjoints._carry import Carry
 from torchopt_dist.diff.adjoints._declared import depend_on_each_other
 from torchopt_dist.diff.adjoints._loop import Loop
@@ -53,6 +53,15 @@ class FlatModel(Model):
 
     def filled(self, leaves: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
         return self.model.filled(self.split(leaves[0]), buffers)
+
+    def fresh(self) -> Model:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        made.model = self.model.fresh()
+        return made
+
+    def key(self) -> nn.Module | None:
+        return self.model.key()
 
     def leave(self) -> None:
         self.model.leave()
@@ -101,15 +110,15 @@ class FlatModel(Model):
         return _zipped(parted, state, like)
 
 
-def flattened(loop: Loop, grads: Sequence[OptionalTensor]) -> tuple[Loop, OptState] | None:
+def flattened(loop: Loop, used: Sequence[bool]) -> tuple[Loop, OptState] | None:
     """The loop in one vector, and its first state as it was; ``None`` where it cannot be.
 
     Args:
         loop: the loop.
-        grads: a gradient a leaf; what has none is not in the vector.
+        used: whether each leaf has a gradient; what has none is not in the vector.
     """
     model = loop.model
-    places = [place for place in model.moved_places if grads[place] is not None]
+    places = [place for place in model.moved_places if used[place]]
     kinds = {(model.leaves[place].dtype, model.leaves[place].device) for place in places}
     if len(places) < 2 or len(kinds) > 1 or any(model.leaves[place].is_complex() for place in places):
         return None
