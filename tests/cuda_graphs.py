@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchopt_dist.core import programs
 
-HOW_TO_COMPILE = programs.how_to_compile
+KERNELS = programs.kernels
 
 
 def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -27,7 +27,7 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(graph)
         return _Captured(graph)
 
-    monkeypatch.setattr(programs, "how_to_compile", HOW_TO_COMPILE)
+    monkeypatch.setattr(programs, "kernels", KERNELS)
     monkeypatch.setattr("torch._inductor.compile", compile)
     return made
 

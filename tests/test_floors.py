@@ -33,7 +33,7 @@ GROUND = {
 FIRST = GROUND | {"ops", "linear_solve", "schedule"}
 SECOND = FIRST | {"transform", "linalg", "nonlinear_solve", "nn"}
 
-BELOW = GROUND | {"nn", "nn.module_state", "nn._module_copy", "nn._traced_module"}
+BELOW = GROUND | {"nn", "nn.module_state", "nn._module_copy"}
 ROOMS = [
     "distributed.messages",
     "distributed.serialization",

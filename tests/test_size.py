@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
     "files": 367,
     "classes": 523,
-    "lines of code": 40_049,
-    "files that use private names of torch": 64,
+    "lines of code": 40_029,
+    "files that use private names of torch": 61,
 }
 LONGEST = 575
 """Lines of a module, which is read in one sitting."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import torchopt_dist as todist
 from torchopt_dist.core import programs
@@ -38,9 +40,8 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.append(graph)
         return graph
 
-    monkeypatch.setattr(programs, "_inductor", noted)
+    monkeypatch.setattr(programs, "kernels", noted)
     programs.programs_of.cache_clear()
-    torch.compiler.reset()
     made.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*compile=True")
@@ -177,20 +178,19 @@ def test_a_hook_that_is_taken_away_and_one_of_another_module() -> None:
         both(run)
 
 
-def test_hooks_for_all_modules_are_refused_by_name() -> None:
+def test_hooks_for_all_modules() -> None:
     net = layer()
 
     def run(compile: bool) -> list[Tensor]:
         return [todist.inner_loop(output, todist.sgd(lr=0.1), net, [X], compile=compile).losses]
 
-    both(run)
+    before = both(run)
     handle = nn.modules.module.register_module_forward_hook(tripled)
     try:
-        with pytest.warns(UserWarning, match="`register_module_forward_hook`: register them for the modules"):
-            both(run)
-        both(run)  # said once
+        assert not torch.equal(both(run)[0], before[0])
     finally:
         handle.remove()
+    assert torch.equal(both(run)[0], before[0])
 
 
 def test_a_module_that_gets_a_parametrization() -> None:
@@ -209,29 +209,36 @@ def test_a_module_that_gets_a_parametrization() -> None:
 
 
 NUMPYS: dict[str, Any] = {
-    "scalar": (np.float64(2.0), lambda w, x, k: w.sum() * k),
-    "scalar of 32 bits": (np.float32(2.0), lambda w, x, k: w.sum() * k),
-    "entry": ([np.float64(2.0)], lambda w, x, k: w.sum() * k[0]),
-    "part": ((np.float64(2.0),), lambda w, x, k: w.sum() * k[0]),
-    "function": (np.sqrt, lambda w, x, k: w.sum() * k(2.0)),
-    "module": (np, lambda w, x, k: w.sum() * k.sqrt(2.0)),
-    "array of another class": (np.ma.masked_array([2.0]), lambda w, x, k: w.sum() * k[0]),
+    "scalar": (np.float64, lambda w, k: w.sum() * k),
+    "scalar of 32 bits": (np.float32, lambda w, k: w.sum() * k),
+    "entry": (lambda k: [np.float64(k)], lambda w, k: w.sum() * k[0]),
+    "part": (lambda k: (np.float64(k),), lambda w, k: w.sum() * k[0]),
+    "function": (lambda k: np.sqrt if k > 2 else np.exp, lambda w, k: w.sum() * k(2.0)),
+    "module": (lambda k: np if k > 2 else np.linalg, lambda w, k: w.sum() * len(k.__name__)),
+    "array of another class": (lambda k: np.ma.masked_array([k]), lambda w, k: w.sum() * k[0]),
 }
 
 
+@pytest.mark.parametrize("where", ["closure", "batch"])
 @pytest.mark.parametrize("name", NUMPYS)
-def test_what_is_numpys_is_refused_by_name(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    k, loss = NUMPYS[name]
+def test_what_is_numpys_is_a_constant(name: str, where: str) -> None:
+    make, of = NUMPYS[name]
     w = torch.ones(2, requires_grad=True)
+    seen = []
+    for number in (2.0, 3.0):
+        k = make(number)
 
-    def run(compile: bool) -> list[Tensor]:
-        result = todist.inner_loop(lambda w, x: loss(w, x, k), todist.sgd(lr=0.1), w, [X, X], compile=compile)
-        return [result.losses, result.params]
+        def run(compile: bool, k: Any = k) -> list[Tensor]:
+            def loss(w: Tensor, batch: Any) -> Tensor:
+                return of(w, batch[1] if where == "batch" else k)
 
-    with pytest.warns(UserWarning, match="runs as without it, since .* is (a|the module) numpy"):
-        both(run)
-    assert not made
-    assert not caplog.records
+            batch = (X, k) if where == "batch" else X
+            result = todist.inner_loop(loss, todist.sgd(lr=0.1), w, [batch] * 2, compile=compile)
+            return [result.losses, result.params]
+
+        seen.append(both(run)[0])
+    assert made
+    assert not torch.equal(*seen)
 
 
 ARRAY = np.arange(6.0, dtype=np.float32).reshape(2, 3)
@@ -330,7 +337,7 @@ def test_an_array_that_is_used_as_one_is_refused() -> None:
             both(functools.partial(of_array, "closure", of, ARRAY.astype(np.float64)))
         assert not made, name
     programs.programs_of.cache_clear()
-    with pytest.warns(UserWarning, match=r"as it is in `.*k\[0, 1\].*`: make a tensor of it first, by torch"):
+    with pytest.warns(UserWarning, match=r"as it is: make a tensor of it first.*, in `.*k\[0, 1\].*`"):
         both(functools.partial(of_array, "batch", AS_NUMPY["entry"], ARRAY))
 
 
@@ -355,20 +362,19 @@ def test_whole_numbers_and_indices_of_numpys_in_a_batch_are_inputs() -> None:
     assert len(made) <= 3
 
 
-@pytest.mark.parametrize("batch", [np.float64(2.0), np.int32(2), np.bool_(True)], ids=repr)
-def test_numpys_other_scalars_of_a_batch_are_refused(batch: Any) -> None:
+@pytest.mark.parametrize("kind", [np.float64, np.int32, np.bool_])
+def test_numpys_other_scalars_of_a_batch_are_constants(kind: Any) -> None:
     w = torch.ones(2, requires_grad=True)
 
     def run(compile: bool) -> list[Tensor]:
-        given = [(X, batch)] * 2
+        given = [(X, kind(value)) for value in (2, 0, 3)]
         result = todist.inner_loop(
             lambda w, b: w.sum() * torch.as_tensor(b[1]).sum(), todist.sgd(lr=0.1), w, given, compile=compile
         )
         return [result.losses, result.params]
 
-    with pytest.warns(UserWarning, match=r"since its batch\[1\] is a numpy"):
-        both(run)
-    assert not made
+    both(run)
+    assert made
 
 
 def indexed(w: Tensor, batch: Any, of: Tensor) -> Tensor:
@@ -652,3 +658,203 @@ def test_what_is_one_too_many_is_told_by_the_program_that_is_most_like_it(
         both(functools.partial(run, mode, power, X[0]))
     with pytest.warns(UserWarning, match="since `power` differs from that in each of its 2 programs"):
         both(functools.partial(run, "a", False, X[0]))
+
+
+class Noted:
+    """An object that somebody writes to."""
+
+    last: Any = None
+
+
+def noted(kind: str) -> tuple[Callable[[Tensor], Tensor], Callable[[], Any]]:
+    """A loss that does more than to compute, and what it has done."""
+    log: list[Any] = []
+    table: dict[str, Any] = {"n": 0}
+    thing, count = Noted(), 0
+
+    def loss(w: Tensor) -> Tensor:
+        nonlocal count
+        value = (w**2).sum()
+        if kind == "a list":
+            log.append(value.detach())
+        elif kind == "a dictionary":
+            table["n"] += 1
+        elif kind == "an attribute":
+            thing.last = value.detach()
+        elif kind == "a variable":
+            count += 1
+        elif kind == "Python's random numbers":
+            value = value * random.random()
+        elif kind == "numpy's random numbers":
+            value = value * np.random.rand()
+        else:
+            value = value * torch.rand((), generator=generator)
+        return value
+
+    generator = torch.Generator().manual_seed(0)
+    return loss, lambda: [log, table, thing.last, count]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    {
+        "a list": "`log` changes when it runs",
+        "a dictionary": r"`table`\['n'\] changes",
+        "an attribute": "`thing`.* changes",
+        "a variable": "`count` changes",
+        "Python's random numbers": "random numbers of Python's",
+        "numpy's random numbers": "or of numpy's",
+        "a generator": "[gG]enerator",
+    }.items(),
+)
+def test_a_loss_that_does_more_than_to_compute_is_refused_and_does_it_once(kind: str, why: str) -> None:
+    """What the compiler's run of it has done is undone, and so are the numbers that it has drawn."""
+    w = torch.ones(2, requires_grad=True)
+
+    def run(compile: bool) -> list[Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        loss, done = noted(kind)
+        result = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3, compile=compile)
+        return [
+            result.losses.detach(),
+            *torch.autograd.grad(result.params.sum(), w),
+            torch.tensor(str(done()).count("tensor")),
+        ]
+
+    with pytest.warns(UserWarning, match=why):
+        both(run)
+    both(run)  # said once
+    assert not made
+
+
+def test_a_tensor_that_a_loss_changes_in_place_is_changed_once_a_step() -> None:
+    w = torch.ones(2, requires_grad=True)
+
+    def run(compile: bool) -> list[Tensor]:
+        mean = torch.zeros(1, 1)
+        batches = [X, 2 * X, 3 * X]
+
+        def loss(w: Tensor, x: Tensor) -> Tensor:
+            mean.mul_(0.5).add_(x)
+            return (w * x).sum() ** 2
+
+        result = todist.inner_loop(loss, todist.sgd(lr=0.01), w, batches, compile=compile)
+        grads = torch.autograd.grad(result.params.sum(), w)
+        return [result.losses.detach(), *grads, mean]
+
+    both(run)
+    assert made
+
+
+@pytest.mark.parametrize("optimizer", [todist.adam(lr=0.05), todist.sgd(lr=0.05, momentum=0.9)])
+def test_second_and_third_derivatives_of_recorded_steps(optimizer: Any) -> None:
+    w = torch.tensor([0.5, -0.4], dtype=torch.float64, requires_grad=True)
+    meta = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+
+    def run(compile: bool) -> list[Tensor]:
+        result = todist.inner_loop(
+            lambda w: ((w - meta.sin()) ** 4).sum() + (w * meta).sum().cos(), optimizer, w, 3, compile=compile
+        )
+        first = torch.autograd.grad(result.params.cos().sum(), (w, meta), create_graph=True)
+        second = torch.autograd.grad(sum(x.sin().sum() for x in first), (w, meta), create_graph=True)
+        third = torch.autograd.grad(sum(x.exp().sum() for x in second), (w, meta))
+        return [result.losses.detach(), *(x.detach() for x in (*first, *second, *third))]
+
+    both(run)
+    assert made
+
+
+def test_names_that_are_bound_anew_before_the_backward_pass() -> None:
+    """A program of the gradient is made of what was meant; where there is none yet, it is an error."""
+    w = torch.ones(2, requires_grad=True)
+    scale = 2.0
+
+    def loss(w: Tensor) -> Tensor:
+        return scale * (w**2).sum()
+
+    kept = []
+    for number in (2.0, 3.0):
+        scale = number
+        kept.append(todist.inner_loop(loss, todist.sgd(lr=0.1), w, 1, compile=True))
+    for number, result in zip((2.0, 3.0), kept, strict=True):
+        if number == 3.0:
+            (grad,) = torch.autograd.grad(result.params.sum(), w)
+            torch.testing.assert_close(grad, torch.full((2,), 1 - 0.2 * number))
+        else:
+            with pytest.raises(
+                RuntimeError, match="`scale` has changed between a call with compile=True and"
+            ):
+                torch.autograd.grad(result.params.sum(), w, retain_graph=True)
+            scale = number
+            (grad,) = torch.autograd.grad(result.params.sum(), w)
+            torch.testing.assert_close(grad, torch.full((2,), 1 - 0.2 * number))
+            scale = 3.0
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_tensor_that_is_bound_anew_before_the_backward_pass(order: int) -> None:
+    """The gradient is that of the tensor that was meant, whether its program is there already or not."""
+    w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def run(compile: bool) -> list[Tensor]:
+        found: list[Tensor] = []
+        for _ in range(2):
+            meta = first = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+
+            def loss(w: Tensor) -> Tensor:
+                return ((w * meta) ** 3).sum()  # noqa: B023 - of the cell
+
+            result = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 2, compile=compile)
+            meta = torch.tensor([5.0, 6.0], dtype=torch.float64, requires_grad=True)
+            grads = torch.autograd.grad(result.params.cos().sum(), (w, first), create_graph=order > 1)
+            if order > 1:
+                grads = torch.autograd.grad(sum(x.sin().sum() for x in grads), (w, first))
+            found += [x.detach() for x in grads]
+        return found
+
+    both(run)
+    assert made
+
+
+def test_a_compiled_loop_in_the_loss_of_a_compiled_loop_is_a_part_of_its_program() -> None:
+    """Without random numbers of its own; with them it is refused."""
+    w = torch.tensor([0.5, -0.5], requires_grad=True)
+
+    def run(seed: int | None, compile: bool) -> list[Tensor]:
+        def loss(w: Tensor) -> Tensor:
+            inner = todist.inner_loop(
+                lambda v: ((v - w) ** 2).sum(), todist.sgd(lr=0.1), w * 2, 2, seed=seed, compile=compile
+            )
+            return inner.params.cos().sum()
+
+        result = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 2, compile=compile)
+        return [result.losses.detach(), *torch.autograd.grad(result.params.sum(), w)]
+
+    both(functools.partial(run, 0))
+    assert made
+    with pytest.warns(UserWarning, match="it draws a seed, as calls and inner loops do"):
+        both(functools.partial(run, None))
+
+
+def test_a_generator_of_this_thread_is_as_without_the_word_after_a_program_was_made() -> None:
+    w = torch.ones(2, requires_grad=True)
+    after = []
+    for compile in (False, True):
+        torch.manual_seed(3)
+        random.seed(3)
+        todist.inner_loop(lambda w: (w * torch.rand(2)).sum(), todist.sgd(lr=0.1), w, 3, compile=compile)
+        after.append((torch.rand(1).item(), random.random()))
+    assert after[0] == after[1]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_where_tensors_have_tangents_the_loop_runs_as_it_is() -> None:
+    def tangent(compile: bool) -> Tensor:
+        with forward_ad.dual_level():
+            w = forward_ad.make_dual(torch.tensor([1.0, 2.0]).requires_grad_(), torch.ones(2))
+            result = todist.inner_loop(lambda w: (w**3).sum(), todist.sgd(lr=0.1), w, 2, compile=compile)
+            return forward_ad.unpack_dual(result.params).tangent
+
+    with pytest.warns(UserWarning, match="it is inside of a level of forward-mode differentiation"):
+        torch.testing.assert_close(tangent(True), tangent(False))

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 
 import torchopt_dist as todist
 from torchopt_dist.core import programs
@@ -166,7 +165,7 @@ class Drawn:
 def test_random_loops_have_the_gradients_of_recorded_ones(
     monkeypatch: pytest.MonkeyPatch, loops: int
 ) -> None:
-    monkeypatch.setattr(programs, "how_to_compile", lambda **_: {"backend": aot_eager})
+    monkeypatch.setattr(programs, "kernels", lambda _captured, graph, _inputs: graph)
     print(f"TODIST_FUZZ_SEED={SEED}: {loops} loops")
     for seed in range(SEED, SEED + loops):
         drawn = Drawn(seed)

@@ -9,7 +9,6 @@ from tests.rows import each_row
 from torchopt_dist import module_detach_
 from torchopt_dist.nn import (
     ModuleState,
-    _traced_module,
     extract_state_dict,
     module_clone,
     recover_state_dict,
@@ -366,20 +365,3 @@ def test_one_walk_finds_what_torch_finds_in_its_order(make):
     assert [(name, id(p)) for name, p in named.items()] == [
         (name, id(p)) for name, p in dict(module.named_parameters()).items()
     ]
-
-
-def test_attributes_are_listed_or_those_that_were_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Own(nn.Linear):
-        """A class whose attributes nobody has noted."""
-
-    module = nn.Sequential(Own(2, 1))
-    module[0].extra = 3
-    monkeypatch.setattr(_traced_module, "_COMPILER_LISTS", True)
-    assert _traced_module._attributes_of(module[0]) is vars(module[0])
-    monkeypatch.setattr(_traced_module, "_COMPILER_LISTS", False)
-    with pytest.raises(NotImplementedError, match=r"compiler of torch \S+ cannot list what a module has"):
-        _traced_module._attributes_of(module[0])
-    _traced_module.note_attributes(module)
-    assert _traced_module._attributes_of(module[0]) == vars(module[0])
-    other = Own(1, 1)
-    assert _traced_module._attributes_of(other) == vars(other)  # which has no `extra`

@@ -5,11 +5,8 @@ Programs are traced, and consist of torch's own operations, so no C++ compiler i
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 import warnings
-from threading import Lock
 from typing import Any
 
 import optree
@@ -22,7 +19,6 @@ import torchopt_dist as todist
 from tests.cuda_graphs import emulate_graphs
 from torchopt_dist.core import programs
 from torchopt_dist.distributed.worker import compiled
-from torchopt_dist.distributed.worker._traced_tasks import values_and_gradients
 
 pytestmark = [
     pytest.mark.compiles,
@@ -37,25 +33,20 @@ TWO = {"two": 2}
 def trace_only(compiles: list[Any] | None = None) -> None:
     """Let programs of this process consist of torch's operations; a warning of a refusal is an error."""
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def kernels(_captured: bool, graph: Any, _inputs: Any) -> Any:
         if compiles is not None:
             compiles.append(graph)
         return graph
 
-    def traced(*, captured: bool = False) -> dict[str, Any]:
-        del captured
-        return {"backend": backend}
-
-    programs.how_to_compile = traced
+    programs.kernels = kernels
     programs.programs_of.cache_clear()
-    torch.compiler.reset()
     warnings.filterwarnings("error", message=".*compile=True")
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The graphs that this process compiles."""
-    monkeypatch.setattr(programs, "how_to_compile", programs.how_to_compile)
+    monkeypatch.setattr(programs, "kernels", programs.kernels)
     made: list[Any] = []
     with warnings.catch_warnings():
         trace_only(made)
@@ -175,12 +166,6 @@ def test_a_call_without_gradients_uses_the_same_program(graphs: list[Any], vecto
     todist.auto_init_rpc()(body)()
 
 
-def has_gradients(task: Any) -> bool:
-    """Whether a program of a loss and its gradient has run, of the newest variant."""
-    made = programs.programs_of(task.__code__, f"the task {task.__qualname__!r}", True)
-    return [*made.variants.values()][-1].program(values_and_gradients).has_run
-
-
 KINDS = {
     "a loss": (lambda w, x: (w["a"] * x).sum().cos(), True),
     "a loss of one dimension": (lambda w, x: (w["a"] * x).sum().cos().reshape(1), True),
@@ -219,8 +204,7 @@ def test_a_loss_is_one_program_with_its_gradient(graphs: list[Any], kind: str, v
 
     def body() -> None:
         torch.testing.assert_close(found(compile=True, vectorize=vectorize), found())
-        assert len(graphs) == 1
-        assert has_gradients(task) == with_gradient
+        assert len(graphs) == (1 if with_gradient else 2)
 
     todist.auto_init_rpc()(body)()
 
@@ -236,20 +220,21 @@ def test_gradients_of_tasks_that_would_take_much_memory_are_not_kept(
     def body() -> None:
         w, x = torch.tensor([0.3, 0.7], requires_grad=True), torch.ones(3, 2, requires_grad=True)
         call = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True, vectorize=True)(task)
-        for large, has_run in (
-            (0, False),
-            (47, False),
-            (48, True),
+        for large, count in (
+            (0, 2),
+            (47, 2),
+            (48, 1),
         ):  # 4 bytes · 2 numbers · (3 tasks + 3 rows)
+            programs.programs_of.cache_clear()
+            graphs.clear()
             monkeypatch.setattr(compiled, "LARGE", large)
             grads = torch.autograd.grad(call(todist.replicated(w), x), [w, x])
             torch.testing.assert_close(
                 grads, (torch.full((2,), 3 * math.e), math.e * w.detach().expand(3, 2))
             )
-            assert has_gradients(task) == has_run
+            assert len(graphs) == count
 
     todist.auto_init_rpc()(body)()
-    assert len(graphs) == 2
 
 
 def test_a_tensor_that_a_task_closes_over_has_its_gradient(graphs: list[Any]) -> None:
@@ -271,17 +256,19 @@ def test_a_tensor_that_a_task_closes_over_has_its_gradient(graphs: list[Any]) ->
 
 
 @pytest.mark.usefixtures("graphs")
-def test_second_derivatives_of_a_compiled_loss_are_an_error() -> None:
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_second_derivatives_of_a_compiled_task_are_those_of_the_task(vectorize: bool) -> None:
     def body() -> None:
         w = torch.ones(2, requires_grad=True)
-        cubes = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True)(
+        cubes = todist.parallelize(todist.tasks, todist.sum_reducer, compile=True, vectorize=vectorize)(
             lambda w, x: (w**3 * x).sum()
         )
         loss = cubes(todist.replicated(w), torch.ones(3, 2))
         grad = torch.autograd.grad(loss, w, create_graph=True)[0]
         torch.testing.assert_close(grad, torch.full((2,), 9.0))
-        with pytest.raises(RuntimeError, match="no second derivatives: leave compile=True out"):
-            torch.autograd.grad(grad.sum() + w.sum(), w)
+        second = torch.autograd.grad(grad.sum() + w.sum(), w, create_graph=True)[0]
+        torch.testing.assert_close(second, torch.full((2,), 19.0))
+        torch.testing.assert_close(torch.autograd.grad(second.sum(), w)[0], torch.full((2,), 18.0))
 
     todist.auto_init_rpc()(body)()
 
@@ -327,16 +314,6 @@ def test_global_names_of_a_function_that_was_sent_are_its_own(graphs: list[Any])
         exec(SENT, names)
         assert compiled.CompiledTask(names["task"], True)(x) == 2 * a * b + b
     assert len(graphs) == 2, "one for each `B`: the values of `A` are an input"
-
-
-def test_homes_of_functions_are_not_kept_for_ever() -> None:
-    for a in range(70):
-        names: dict[str, Any] = {"A": Lock(), "__name__": "__main__"}
-        exec("\n" * a + "def task(x): return x if A else -x", names)  # of other code each time
-        with pytest.warns(UserWarning, match="the global `A` is a _thread.lock, which cannot be compared"):
-            compiled.CompiledTask(names["task"], True)(torch.ones(1))
-    gc.collect()
-    assert sum(name.startswith("torchopt_dist_sent_") for name in sys.modules) <= 64
 
 
 def test_functions_of_the_main_module_on_workers_that_do_not_have_it(world: Any) -> None:
@@ -415,13 +392,18 @@ def test_weight_norm_in_a_task_is_differentiated_by_its_formula(vectorize: bool)
     todist.auto_init_rpc()(body)()
 
 
-def test_what_cannot_be_copied_is_refused_in_words(graphs: list[Any]) -> None:
+@pytest.mark.parametrize("by", ["reference", "copy", "deepcopy"])
+def test_a_module_is_cloned_in_every_way(graphs: list[Any], by: Any) -> None:
     def task(net: nn.Module, x: Tensor) -> Tensor:
-        return todist.module_clone(net, by="deepcopy")(x).sum()
+        return todist.module_clone(net, by=by)(x).sum()
 
-    with pytest.warns(UserWarning, match="refuses it: a compiled task cannot clone a module by 'deepcopy'"):
-        compiled.CompiledTask(task, True)(nn.Linear(1, 1), torch.ones(1))
-    assert not graphs
+    net = nn.Linear(1, 1)
+    made = compiled.CompiledTask(task, True)(net, torch.ones(1))
+    torch.testing.assert_close(made, task(net, torch.ones(1)))
+    assert made.requires_grad
+    (grad,) = torch.autograd.grad(made, net.weight, allow_unused=True)
+    assert (grad is None) == (by == "deepcopy")
+    assert graphs
 
 
 @pytest.mark.usefixtures("graphs")
@@ -477,5 +459,135 @@ def test_normalization_in_a_task_that_calls_torch_func_is_differentiated_by_its_
             )
             results.append([losses, *torch.autograd.grad(losses.sum(), list(p.values()))])
         torch.testing.assert_close(*results)
+
+    todist.auto_init_rpc()(body)()
+
+
+def two_groups(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    net = todist.module_clone(net)
+    inner = todist.MetaSGD(net[0], lr=0.1)
+    inner.add_param_group(net[2], lr=0.2)
+    for _ in range(2):
+        inner.step(F.mse_loss(net(x), y))
+    return F.mse_loss(net(x), y)
+
+
+def back_again(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    net = todist.module_clone(net)
+    inner = todist.MetaAdam(net, lr=0.1)
+    states = todist.extract_state_dict(net, by="reference"), todist.extract_state_dict(inner)
+    inner.step(F.mse_loss(net(x), y))
+    first = F.mse_loss(net(x), y)
+    todist.recover_state_dict(net, states[0])
+    todist.recover_state_dict(inner, states[1])
+    inner.step(2 * F.mse_loss(net(x), y))
+    return first + F.mse_loss(net(x), y)
+
+
+def computed_again(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return todist.remat(lambda x: F.mse_loss(net(x), y))(x)
+
+
+def by_torch_func(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(torch.func.functional_call(net, params, (x,)), y)
+
+    params = dict(net.named_parameters())
+    grads = torch.func.grad(loss)(params)
+    return loss({name: p - 0.1 * grads[name] for name, p in params.items()})
+
+
+def of_several_values(net: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return {"made": net(x), "loss": F.mse_loss(net(x), y), "text": "a", "number": 3}
+
+
+PROGRAMS: dict[str, Any] = {
+    task.__name__: task for task in (two_groups, back_again, computed_again, by_torch_func, of_several_values)
+}
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_tasks_do_is_compiled_and_has_second_derivatives(
+    graphs: list[Any], name: str, vectorize: bool
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x, y = torch.randn(TASKS, ROWS, 3).double(), torch.randn(TASKS, ROWS, 1).double()
+    vectorize = vectorize and name != "of_several_values"  # `vmap` returns no texts
+
+    def derivatives(compile: bool) -> list[Tensor]:
+        call = todist.parallelize(todist.tasks, None, vectorize=vectorize, compile=compile)(PROGRAMS[name])
+        leaves = [leaf for leaf in optree.tree_leaves(call(net, x, y)) if isinstance(leaf, Tensor)]
+        value = sum((leaf.cos().sum() for leaf in leaves), start=torch.zeros(()).double())
+        first = torch.autograd.grad(value, [*net.parameters()], create_graph=True)
+        return [value, *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), [*net.parameters()])]
+
+    def body() -> None:
+        expected = derivatives(False)
+        torch.testing.assert_close(derivatives(True), expected)
+        assert graphs
+
+    todist.auto_init_rpc()(body)()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("task", [two_groups, computed_again])
+def test_without_gradients(graphs: list[Any], mode: Any, task: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x, y = torch.randn(TASKS, ROWS, 3), torch.randn(TASKS, ROWS, 1)
+
+    def body() -> None:
+        with mode():
+            found = [
+                todist.parallelize(todist.tasks, todist.stack_reducer, compile=compile)(task)(net, x, y)
+                for compile in (False, True)
+            ]
+        torch.testing.assert_close(found[1], found[0])
+        assert len(graphs) == 1
+
+    todist.auto_init_rpc()(body)()
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_task_that_moves_its_module_itself_is_refused() -> None:
+    def task(net: nn.Module, x: Tensor) -> Tensor:
+        todist.MetaSGD(net, lr=0.1).step(net(x).square().mean())
+        return net(x).square().mean()
+
+    def body() -> None:
+        net, x = nn.Linear(3, 1), torch.ones(2, 4, 3)
+        expected = todist.parallelize(todist.tasks, todist.stack_reducer)(task)(net, x)
+        with pytest.warns(UserWarning, match=r"args\[0\]\._parameters\['weight'\] changes when it runs"):
+            found = todist.parallelize(todist.tasks, todist.stack_reducer, compile=True)(task)(net, x)
+        torch.testing.assert_close(found, expected)
+
+    todist.auto_init_rpc()(body)()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_statistics_that_a_task_changes_are_changed_once(graphs: list[Any], several: bool) -> None:
+    """Also where the gradient, or a second derivative, computes the task again."""
+
+    def task(net: nn.Module, x: Tensor) -> Any:
+        made = net(x)
+        return (made.square().mean(), made.sum()) if several else made.square().mean()
+
+    def found(compile: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
+        x = torch.randn(2, 4, 3).double()
+        call = todist.parallelize(todist.tasks, None, buffers="mean", compile=compile)(task)
+        values = optree.tree_leaves([call(net, x), call(net, 2 * x)])
+        loss = sum((value.cos() for value in values), start=torch.zeros(()).double())
+        params = [*net.parameters()]
+        first = torch.autograd.grad(loss, params, create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in first), params)
+        return [*values, *first, *second, *net.buffers()]
+
+    def body() -> None:
+        torch.testing.assert_close(found(True), found(False), rtol=1e-6, atol=1e-6)
+        assert graphs
 
     todist.auto_init_rpc()(body)()

@@ -6,11 +6,9 @@ Programs are traced, and consist of torch's own operations. Each row of the tabl
 from __future__ import annotations
 
 import functools
-import gc
 import pickle
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from threading import Barrier, Lock, Thread
 from typing import Any
@@ -441,7 +439,9 @@ def test_what_a_task_leaves_in_a_global_does_not_outlive_the_call() -> None:
     def body() -> None:
         seen = {"n": 0}
         task = of_globals(source, SEEN=seen)
-        for _ in range(3):
+        with pytest.warns(UserWarning, match=r"`SEEN`\['n'\] changes when it runs"):
+            agree(task, network())
+        for _ in range(2):
             agree(task, network())
         assert seen == {"n": 0}
 
@@ -472,12 +472,10 @@ def test_buffers_of_a_compiled_task_come_back(graphs: list[Any], reducer: Any, w
 
 
 @pytest.mark.usefixtures("graphs")
-def test_buffers_that_a_program_cannot_return_are_refused_by_name() -> None:
+def test_buffers_of_one_vmap_are_refused_by_name() -> None:
     def body() -> None:
         net, x = network(nn.BatchNorm1d), torch.randn(2, 3, 2, dtype=torch.float64)
         spread = functools.partial(todist.parallelize, todist.tasks, buffers="first", compile=True)
-        with pytest.warns(UserWarning, match="runs as without it, since the buffer `1.running_mean` is not"):
-            spread()(net)(x)
         with pytest.warns(UserWarning, match="runs as without it, since `buffers` is given and"):
             spread(vectorize=True)(lambda net, x: net(x).sum())(net, x)
 
@@ -486,8 +484,7 @@ def test_buffers_that_a_program_cannot_return_are_refused_by_name() -> None:
 
 UNKNOWN = {
     "a lock": Lock(),
-    "a scalar of numpy": np.float64(2.0),
-    "a function of numpy": np.sqrt,
+    "an object with a lock": types.SimpleNamespace(lock=Lock()),
 }
 
 
@@ -496,7 +493,9 @@ def test_what_has_no_key_is_refused_by_name_once(graphs: list[Any], kind: str) -
     source = TASK + "(x * (2 if THING is not None else 1) * w).sum()"
     task = of_globals(source, THING=UNKNOWN[kind])
     given = None, torch.ones(2), torch.ones(3, 2)
-    with pytest.warns(UserWarning, match="task 'task' with compile=True .* since the global `THING` is a"):
+    with pytest.warns(
+        UserWarning, match="task 'task' with compile=True .* since the global `THING`.* is a _thread"
+    ):
         assert compiled.CompiledTask(task, True)(*given) == 12
     for _ in range(3):  # where warnings are errors
         assert compiled.CompiledTask(task, True)(*given) == 12
@@ -505,17 +504,12 @@ def test_what_has_no_key_is_refused_by_name_once(graphs: list[Any], kind: str) -
 
 @pytest.mark.usefixtures("graphs")
 def test_a_method_of_a_class_that_was_sent_has_its_own_globals() -> None:
-    """In the compiler's eyes they would be those of the module of that name here."""
     source = "class Scaled:\n    def __call__(self, x): return x * BY\ndef task(x): return SCALED(x)"
     for by in (2.0, 3.0):
         names: dict[str, Any] = {"__name__": "__main__", "BY": by}
         exec(source, names)
         names["SCALED"] = names["Scaled"]()
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            assert compiled.CompiledTask(names["task"], True)(torch.ones(1)) == by
-        expected = ["Scaled.__call__, which was sent by value, reads the global name `BY`"] * (by == 2.0)
-        assert [str(each.message).partition("since ")[2] for each in told] == expected
+        assert compiled.CompiledTask(names["task"], True)(torch.ones(1)) == by
 
 
 ENVIRONMENTS = {
@@ -566,10 +560,9 @@ ALIASES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("vectorize", [False, True])
 @pytest.mark.parametrize("kind", ALIASES)
-def test_a_part_that_is_in_another_attribute_too_is_refused_by_name(kind: str) -> None:
-    """In the compiler's copy of the module it would be the part of the module itself."""
+def test_a_part_that_is_in_another_attribute_too(graphs: list[Any], kind: str, vectorize: bool) -> None:
 
     def task(net: nn.Module, w: Tensor, x: Tensor) -> Tensor:
         net = todist.module_clone(net)
@@ -579,8 +572,8 @@ def test_a_part_that_is_in_another_attribute_too_is_refused_by_name(kind: str) -
     def body() -> None:
         torch.manual_seed(0)
         net = Aliased(ALIASES[kind])
-        with pytest.warns(UserWarning, match=r"since args\[0\].alias\S* is also a parameter, buffer or sub"):
-            agree(task, net)
+        agree(task, net, vectorize=vectorize)
+        assert len(graphs) == 1
 
     in_a_world(body)
 
@@ -592,15 +585,6 @@ def test_an_attribute_that_is_no_part_is_not_refused(graphs: list[Any]) -> None:
         assert graphs
 
     in_a_world(body)
-
-
-def test_the_module_of_what_was_sent_has_a_name_that_no_other_had() -> None:
-    """The compiler finds it by that, long after the functions are gone."""
-    names = set()
-    for _ in range(3):
-        names.add(Family().home(0).__name__)
-        gc.collect()
-    assert len(names) == 3
 
 
 COMMON = {
