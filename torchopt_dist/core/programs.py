@@ -129,7 +129,7 @@ class Programs:
             RefusedError: there can be no program of it.
         """
         variant = self._variant(call, kind)
-        return variant.program(call, body, False).constants()
+        return variant.program(call, body, None).constants()
 
     def has(self, call: Call, kind: Hashable) -> bool:
         """Whether there is a program of this kind."""
@@ -214,7 +214,7 @@ class _Variant:
         """Whether it has a program."""
         return bool(self._programs)
 
-    def program(self, call: Call, body: Body, aloud: bool) -> _Program:
+    def program(self, call: Call, body: Body, aloud: bool | None) -> _Program:
         """The program for a call, which is made if there is none yet.
 
         Raises:
@@ -233,9 +233,11 @@ class _Variant:
                 raise one_too_many(call.record, self.first)
             changed = {n for n, (a, b) in enumerate(zip(call.numbers, self._numbers, strict=True)) if a != b}
             begun = time.perf_counter()
-            _tell(f"compiling {self._name}, which takes some 5 to 45 s at its first call", aloud)
+            if aloud is not None:
+                _tell(f"compiling {self._name}, which takes some 5 to 45 s at its first call", aloud)
             made = self._made(call, body, call.indices | changed)
-            _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s", aloud)
+            if aloud is not None:
+                _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s", aloud)
             self._programs.append(made)
             return made
 

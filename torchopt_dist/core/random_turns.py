@@ -31,7 +31,7 @@ from torchopt_dist.core.generators import (
     seed_all,
     states,
 )
-from torchopt_dist.core.uncompiled import is_traced
+from torchopt_dist.core.uncompiled import in_trace
 from torchopt_dist.torch_private import asking_thread, outside_of_transforms, transforms_are_active
 
 __all__ = [
@@ -236,7 +236,7 @@ def draw_seed() -> int:
 
     While another thread computes a task, the number is of the states that the task's end restores.
     """
-    if is_traced() and not torch.compiler.is_compiling():
+    if in_trace.get():
         raise NotImplementedError(
             "it draws a seed, as calls and inner loops do, which would be the same each time"
         )

@@ -102,10 +102,13 @@ class Recorded(remat.Segment):
         """Those of these that are no arguments."""
         return [self.call.meaning.tensors[place] for place in self.outside]
 
-    def connected(self, otherwise: Callable[[], Any], **options: Any) -> Any:
+    def connected(self, otherwise: Callable[[], Any], *, aloud: bool = False, is_step: bool = False) -> Any:
         """What the call makes, connected to the tensors; or what is made otherwise, where there is no program."""
         self.surroundings = Surroundings()
-        made, flags = self.values(lambda: (otherwise(), None), before=self._note, **options)
+        self.aloud = aloud
+        made, flags = self.values(
+            lambda: (otherwise(), None), before=self._note, aloud=aloud, is_step=is_step
+        )
         self.surroundings.settle()
         if flags is None:
             return made
@@ -195,7 +198,7 @@ class Recorded(remat.Segment):
         call.instead = self._others(tensors)
         with self.surroundings.again(), torch.no_grad():
             body = pulled(self.body, self.wanted, self.outside)
-            made = self.programs.run(call, body, otherwise, kind=("pulled", *self.kind))
+            made = self.programs.run(call, body, otherwise, kind=("pulled", *self.kind), aloud=self.aloud)
         return [made[place] for place in wanted]
 
     def _note(self, tensors: Sequence[Tensor]) -> None:

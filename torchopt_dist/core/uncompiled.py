@@ -10,26 +10,27 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["is_traced", "tracing", "uncompiled"]
+__all__ = ["in_trace", "is_traced", "tracing", "uncompiled"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_traced: ContextVar[bool] = ContextVar("traced", default=False)
+in_trace: ContextVar[bool] = ContextVar("in_trace", default=False)
+"""Whether this package traces what runs."""
 
 
 def is_traced() -> bool:
     """Whether what runs is being traced, by torch's compiler or by this package: a tensor has no values there."""
-    return torch.compiler.is_compiling() or _traced.get()
+    return torch.compiler.is_compiling() or in_trace.get()
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
     """A context for what this package traces."""
-    token = _traced.set(True)
+    token = in_trace.set(True)
     try:
         yield
     finally:
-        _traced.reset(token)
+        in_trace.reset(token)
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:

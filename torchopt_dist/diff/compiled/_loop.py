@@ -152,7 +152,7 @@ class CompiledLoop(Loop):
             body = pulled(_body_of(self, self.spare, Loop.recorded_step), wanted)
             with torch.no_grad():
                 made = self._known()[0].run(
-                    call, body, lambda: None, kind=("pulled", tuple(wanted), self._kind)
+                    call, body, lambda: None, kind=("pulled", tuple(wanted), self._kind), aloud=self.progress
                 )
         if made is None:
             return otherwise()
