@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -858,3 +860,23 @@ def test_where_tensors_have_tangents_the_loop_runs_as_it_is() -> None:
 
     with pytest.warns(UserWarning, match="it is inside of a level of forward-mode differentiation"):
         torch.testing.assert_close(tangent(True), tangent(False))
+
+
+def test_the_graph_of_a_loop_is_let_go_of_with_its_result() -> None:
+    """Without a search for garbage."""
+    net, w = layer(nn.Tanh()), torch.ones(1, requires_grad=True)
+
+    def run() -> weakref.ref[Any]:
+        result = todist.inner_loop(
+            lambda net, x: (w * net(x)).sum() ** 2, todist.adam(lr=0.1), net, [X, X], meta=w, compile=True
+        )
+        torch.autograd.grad(result.params(X).sum(), w)
+        return weakref.ref(result.params)
+
+    run()
+    gc.collect()
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()

@@ -331,6 +331,9 @@ def _body_of(loop: Loop, model: Model, step: Step, number: int = 0, drawn: State
         number: of the step, where it runs as it is.
         drawn: the generators after the batch, where it does.
     """
+    # Without the loop's model, in which at last are the results, which have nodes that keep this.
+    left_out = ("model", "stop", "watch", "tell", "met", "joined")
+    own = {field.name: getattr(loop, field.name) for field in fields(Loop) if field.name not in left_out}
 
     def body(meaning: Meaning, carry: Carry, declared: list[Tensor], *batch: Any) -> Any:
         def batches(_: int) -> Any:
@@ -338,12 +341,10 @@ def _body_of(loop: Loop, model: Model, step: Step, number: int = 0, drawn: State
                 change_generators(restore, drawn)
             return batch[0]
 
-        own = {field.name: getattr(loop, field.name) for field in fields(Loop)}
-        own |= dict.fromkeys(("stop", "watch", "tell", "met", "joined"))
-        own |= dict(zip(("loss", "optimizer"), meaning.things[0], strict=True))
-        own |= {"model": model.fresh(), "others": tuple(declared) or None}
-        own["batches"] = batches if batch else None
+        given = {**own, **dict(zip(("loss", "optimizer"), meaning.things[0], strict=True))}
+        given |= {"others": tuple(declared) or None, "batches": batches if batch else None}
         params = [carry.params[place] for place in model.first_places]
-        return step(Loop(**own), carry._replace(params=params), number)
+        made = Loop(**given, model=model.fresh(), stop=None)
+        return step(made, carry._replace(params=params), number)
 
     return body
