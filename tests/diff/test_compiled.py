@@ -555,8 +555,9 @@ def test_what_the_compiler_refuses_runs_as_it_is() -> None:
         programs.programs_of.cache_clear()
         with pytest.warns(
             UserWarning, match="runs as without it, since the compiler refuses it: .*[Bb]ranch"
-        ):
+        ) as told:
             made = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 3, adjoint=adjoint, compile=True)
+        assert told[0].filename == __file__
         torch.testing.assert_close(made.params, expected.params)
         torch.testing.assert_close(made.losses, expected.losses)
 

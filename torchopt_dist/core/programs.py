@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from importlib import import_module
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -154,7 +155,12 @@ class Programs:
         """Warn that something runs as it is, once for each reason."""
         if reason not in self.told:
             self.told.add(reason)
-            warnings.warn(f"{self._name} with compile=True runs as without it, since {reason}", stacklevel=5)
+            level, frame = 1, sys._getframe()
+            while frame.f_back is not None and _is_installed(frame):  # to the caller's line
+                level, frame = level + 1, frame.f_back
+            warnings.warn(
+                f"{self._name} with compile=True runs as without it, since {reason}", stacklevel=level
+            )
 
     def _key(self, call: Call, kind: Hashable) -> Hashable:
         meaning = call.meaning
@@ -443,6 +449,10 @@ def _reason(error: BaseException) -> str:
         for frame, one in zip(
             traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True
         )
-        if not is_installed(top_package(frame[0].f_globals.get("__name__", "")))
+        if not _is_installed(frame[0])
     ]
     return f"{text}, in `{own[-1]}`" if own and own[-1] else text
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return is_installed(top_package(frame.f_globals.get("__name__", "")))
