@@ -32,7 +32,7 @@ import operator
 import os
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -135,7 +135,7 @@ class Meaning:
     ) -> None:
         self._family, self._base, self._in_place_of = family, base, in_place_of
         self._own = list(things)
-        self.number_of: dict[Any, int] = {}
+        self.number_of: dict[Any, Hashable] = {}
         """Of its key, for those who number keys."""
         self._places: list[str] = []
         self._alive: list[Any] = []
@@ -421,10 +421,17 @@ def _put(container: Any, key: Any, value: Any) -> None:
 
 
 def kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What a program depends on of a tensor, if it is not differentiated."""
-    strides = tensor.stride() if tensor.layout is torch.strided else None
-    kind = (type(tensor), tensor.dtype, tensor.shape, strides, tensor.device, tensor.layout)
-    return (*kind, tensor.is_conj(), tensor.is_neg())
+    """What a program depends on of a tensor, if it is not differentiated.
+
+    Raises:
+        RefusedError: it cannot be asked, as an uninitialized parameter cannot.
+    """
+    try:
+        strides = tensor.stride() if tensor.layout is torch.strided else None
+        kind = (type(tensor), tensor.dtype, tensor.shape, strides, tensor.device, tensor.layout)
+        return (*kind, tensor.is_conj(), tensor.is_neg())
+    except (RuntimeError, ValueError) as error:
+        raise RefusedError(str(error)) from error
 
 
 def _is_of_c(thing: Any) -> bool:

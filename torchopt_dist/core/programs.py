@@ -55,6 +55,8 @@ LIMIT = 16
 STEPS = 10
 """After how many steps it is known whether they pay."""
 
+_NUMBERED = 1024
+"""So many meanings have a short key."""
 _log = logging.getLogger("torchopt_dist")
 
 
@@ -64,7 +66,8 @@ class Programs:
     def __init__(self, name: str, mode: CompileMode) -> None:
         self.family = Family()
         self._variants: dict[Hashable, _Variant] = {}
-        self._meanings: dict[Hashable, int] = {}
+        self._meanings: dict[Hashable, Hashable] = {}
+        """By their keys, which are long, the numbers of the first."""
         self._name, self._captured = name, mode == "reduce-overhead"
         self.told: set[str] = set()
         """Why something ran as it is, and a warning has said so."""
@@ -166,8 +169,10 @@ class Programs:
         meaning = call.meaning
         number = meaning.number_of.get(self)
         if number is None:
-            number = self._meanings.setdefault(meaning.record.key, len(self._meanings))
-            meaning.number_of[self] = number
+            key = meaning.record.key
+            if len(self._meanings) < _NUMBERED:  # of a key that changes at each call there is no end
+                self._meanings.setdefault(key, len(self._meanings))
+            number = meaning.number_of[self] = self._meanings.get(key, key)
         return number, kind, call.spec, call.signature
 
     def _variant(self, call: Call, kind: Hashable) -> _Variant:

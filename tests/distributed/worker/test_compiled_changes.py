@@ -9,6 +9,7 @@ import functools
 import pickle
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from threading import Barrier, Lock, Thread
 from typing import Any
@@ -667,3 +668,29 @@ def test_calls_at_the_same_time_have_their_own_globals(graphs: list[Any]) -> Non
         thread.join()
     assert found == [20] * 4
     assert len(graphs) == 1
+
+
+def test_an_argument_that_cannot_be_asked_is_refused(graphs: list[Any]) -> None:
+    lazy = nn.LazyLinear(1).weight
+    with pytest.warns(UserWarning, match="runs as without it, since Attempted to use an uninitialized"):
+        assert (
+            compiled.CompiledTask(lambda x, w: x.sum() if w is not None else x, True)(torch.ones(2), lazy)
+            == 2
+        )
+    assert not graphs
+
+
+def test_meanings_that_change_at_each_call_are_not_kept_for_ever(
+    graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "_NUMBERED", 4)
+    monkeypatch.setenv("TODIST_COMPILE_LIMIT", "6")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for text in map(str, range(12)):
+            names: dict[str, Any] = {"TEXT": text, "__name__": "__main__"}
+            exec("def task(x): return x.sum() * len(TEXT) + int(TEXT)", names)
+            for _ in range(2):
+                assert compiled.CompiledTask(names["task"], True)(torch.ones(2)) == 2 * len(text) + int(text)
+    assert len(graphs) == 6
+    assert len(compiled.CompiledTask(names["task"], True)._programs._meanings) == 4
