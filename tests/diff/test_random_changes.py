@@ -172,7 +172,7 @@ class Drawn:
         TABLE["all"] = [self.number() for _ in range(self.draw.randint(1, 2))]
 
     def by_tensor(self) -> Term:
-        return lambda value, _: value * TENSOR.sum()
+        return lambda value, _: value * TENSOR.to(D).sum()  # in float32 a kernel may add in another order
 
     def tensor_changed(self) -> None:
         globals()["TENSOR"] = torch.rand(self.draw.choice([2, 3]), dtype=self.draw.choice([D, torch.float32]))
