@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchopt_dist"
 AT_MOST = {
     "files": 367,
     "classes": 523,
-    "lines of code": 40_048,
+    "lines of code": 40_012,
     "files that use private names of torch": 61,
 }
 LONGEST = 575

@@ -799,21 +799,19 @@ def test_a_tensor_that_is_bound_anew_before_the_backward_pass(order: int) -> Non
     """The gradient is that of the tensor that was meant, whether its program is there already or not."""
     w = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
 
+    def once(compile: bool) -> list[Tensor]:
+        meta = first = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+        result = todist.inner_loop(
+            lambda w: ((w * meta) ** 3).sum(), todist.sgd(lr=0.1), w, 2, compile=compile
+        )
+        meta = torch.tensor([5.0, 6.0], dtype=torch.float64, requires_grad=True)
+        grads = torch.autograd.grad(result.params.cos().sum(), (w, first), create_graph=order > 1)
+        if order > 1:
+            grads = torch.autograd.grad(sum(x.sin().sum() for x in grads), (w, first))
+        return [x.detach() for x in grads]
+
     def run(compile: bool) -> list[Tensor]:
-        found: list[Tensor] = []
-        for _ in range(2):
-            meta = first = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-
-            def loss(w: Tensor) -> Tensor:
-                return ((w * meta) ** 3).sum()  # noqa: B023 - of the cell
-
-            result = todist.inner_loop(loss, todist.sgd(lr=0.1), w, 2, compile=compile)
-            meta = torch.tensor([5.0, 6.0], dtype=torch.float64, requires_grad=True)
-            grads = torch.autograd.grad(result.params.cos().sum(), (w, first), create_graph=order > 1)
-            if order > 1:
-                grads = torch.autograd.grad(sum(x.sin().sum() for x in grads), (w, first))
-            found += [x.detach() for x in grads]
-        return found
+        return [*once(compile), *once(compile)]
 
     both(run)
     assert made

@@ -33,7 +33,7 @@ from torchopt_dist.core.program_inputs import Call, Named
 from torchopt_dist.core.random_turns import kept_generators
 from torchopt_dist.core.reached import parts_of
 from torchopt_dist.core.surroundings import modes
-from torchopt_dist.core.tracing import Body, Given, Result, trace
+from torchopt_dist.core.tracing import Body, Result, trace
 
 __all__ = [
     "Body",
@@ -138,7 +138,7 @@ class Programs:
     def has(self, call: Call, kind: Hashable) -> bool:
         """Whether there is a program of this kind."""
         variant = self._variants.get(self._key(call, kind))
-        return variant is not None and variant.has_run
+        return variant is not None and bool(variant.programs)
 
     def meaning(self, things: Iterable[Named], base: Meaning | None = None) -> Meaning:
         """The meaning of things, which may be the base of those of several calls.
@@ -176,8 +176,12 @@ class Programs:
         return number, kind, call.spec, call.signature
 
     def _variant(self, call: Call, kind: Hashable) -> _Variant:
+        key = self._key(call, kind)
+        if (
+            known := self._variants.get(key)
+        ) is not None:  # without the lock, which who compiles another one holds
+            return known
         with self.family.lock:
-            key = self._key(call, kind)
             found = self._variants.get(key)
             if found is None:
                 others = [one.first for one in self._variants.values() if one.kind == kind]
@@ -217,13 +221,8 @@ class _Variant:
         self.first, self.kind = call.record, kind
         self._numbers = call.numbers
         self._name, self._captured, self._family = name, captured, family
-        self._programs: list[_Program] = []
+        self.programs: list[_Program] = []
         self._refusal = ""
-
-    @property
-    def has_run(self) -> bool:
-        """Whether it has a program."""
-        return bool(self._programs)
 
     def program(self, call: Call, body: Body, aloud: bool | None) -> _Program:
         """The program for a call, which is made if there is none yet.
@@ -231,25 +230,23 @@ class _Variant:
         Raises:
             RefusedError: there can be none.
         """
-        for program in self._programs:
+        for program in self.programs:
             if program.takes(call.numbers):
                 return program
         with self._family.lock:
-            for program in self._programs:
+            for program in self.programs:
                 if program.takes(call.numbers):
                     return program
             if self._refusal:
                 raise RefusedError(self._refusal)
-            if len(self._programs) >= limit():
+            if len(self.programs) >= limit():
                 raise one_too_many(call.record, self.first)
             changed = {n for n, (a, b) in enumerate(zip(call.numbers, self._numbers, strict=True)) if a != b}
             begun = time.perf_counter()
-            if aloud is not None:
-                _tell(f"compiling {self._name}, which takes some 5 to 45 s at its first call", aloud)
+            _tell(f"compiling {self._name}, which takes some 5 to 45 s at its first call", aloud)
             made = self._made(call, body, call.indices | changed)
-            if aloud is not None:
-                _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s", aloud)
-            self._programs.append(made)
+            _tell(f"compiled {self._name} in {time.perf_counter() - begun:.1f} s", aloud)
+            self.programs.append(made)
             return made
 
     def _made(self, call: Call, body: Body, unknown: set[int]) -> _Program:
@@ -282,7 +279,7 @@ class _Program:
             graph = trace(body, call, inputs, unknown)
         self._is_cast = any(is_on for _, is_on, _ in modes().autocast)  # whose casts are in the graph
         self._compiled = None
-        if graph.changed or any(type(leaf) is Result for leaf in graph.leaves):
+        if graph.changed or any(type(leaf) is Result and not leaf.is_given for leaf in graph.leaves):
             with with_gradients(False), self._around():
                 self._compiled = kernels(captured, graph.module, graph.stand_ins)
         self._unknown, self._captured = sorted(unknown), captured
@@ -337,9 +334,7 @@ class _Program:
         leaves = list(self._leaves)
         for place, leaf in enumerate(leaves):
             if type(leaf) is Result:
-                leaves[place] = made[leaf.number]
-            elif type(leaf) is Given:
-                leaves[place] = given[leaf.number].detach()
+                leaves[place] = given[leaf.number].detach() if leaf.is_given else made[leaf.number]
         return pytree.unflatten(self._spec, leaves)
 
 
@@ -426,8 +421,10 @@ def code_of(function: Any) -> Any:
     return getattr(function, "__code__", type(function))
 
 
-def _tell(text: str, aloud: bool) -> None:
+def _tell(text: str, aloud: bool | None) -> None:
     """Say it in the log, and once a host in a terminal, where somebody may wait, or ``aloud`` in the log's place."""
+    if aloud is None:  # nothing is compiled
+        return
     _log.info(text)
     shows = sys.stderr.isatty() or (aloud and not _log.isEnabledFor(logging.INFO))
     if shows and os.environ.get("LOCAL_RANK", "0") == "0":

@@ -169,24 +169,16 @@ class Recorded(remat.Segment):
         given = zip(self.reached, tensors[len(self.wanted) :], strict=True)
         return {id(old): new for old, new in [*given, *((x, was.clone()) for x, was in self.changed)]}
 
-    def pull(
-        self,
-        tensors: list[Tensor],
-        wanted: list[int],
-        given: list[int],
-        bars: Sequence[Tensor],
-        *,
-        recorded: bool,
-    ) -> Sequence[OptionalTensor]:
+    def pull(self, asked: remat.Asked) -> Sequence[OptionalTensor]:
         """See :class:`~torchopt_dist.core.remat.Segment`; it is a program."""
         check_inputs(self.seen)
         weights: list[OptionalTensor] = [None] * (max(self.likes) + 1)
-        of_values = dict(zip(given, bars, strict=True))
+        of_values = dict(zip(asked.given, asked.bars, strict=True))
         for number, (place, like) in enumerate(self.likes.items()):
             weights[place] = of_values.get(number, like).expand_as(like).contiguous()
 
         def otherwise() -> list[OptionalTensor]:
-            points = [tensor.detach().requires_grad_() for tensor in tensors]
+            points = [tensor.detach().requires_grad_() for tensor in asked.tensors]
             with torch.enable_grad():
                 ends = self(*points)
                 found = torch.autograd.grad(
@@ -194,12 +186,12 @@ class Recorded(remat.Segment):
                 )
             return list(found)
 
-        call = self.call.extended(dict(zip(self.wanted, tensors, strict=False)), weights)
-        call.instead = self._others(tensors)
+        call = self.call.extended(dict(zip(self.wanted, asked.tensors, strict=False)), weights)
+        call.instead = self._others(asked.tensors)
         with self.surroundings.again(), torch.no_grad():
             body = pulled(self.body, self.wanted, self.outside)
             made = self.programs.run(call, body, otherwise, kind=("pulled", *self.kind), aloud=self.aloud)
-        return [made[place] for place in wanted]
+        return [made[place] for place in asked.wanted]
 
     def _note(self, tensors: Sequence[Tensor]) -> None:
         self.changed = [(tensor, tensor.detach().clone()) for tensor in tensors]

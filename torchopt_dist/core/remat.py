@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,10 +26,25 @@ from torchopt_dist.core.vjp import has_derivative, pull
 from torchopt_dist.formulas.normalization_nodes import is_mended, mend
 from torchopt_dist.torch_private import apply_function, transforms_are_active
 
-__all__ = ["PureFn", "Segment", "apply", "is_node"]
+__all__ = ["Asked", "PureFn", "Segment", "apply", "is_node"]
 
 PureFn: TypeAlias = Callable[..., Sequence[Tensor]]
 """Tensors → a tuple or a list of tensors, which depend on nothing else, but numbers: the same whenever it is called."""
+
+
+class Asked(NamedTuple):
+    """Gradients that a segment is asked for."""
+
+    tensors: list[Tensor]
+    """The arguments."""
+    wanted: list[int]
+    """The places of those whose gradients are asked for."""
+    given: list[int]
+    """The places of values whose gradients are given."""
+    bars: Sequence[Tensor]
+    """These."""
+    recorded: bool
+    """Whether the gradients that are returned may be differentiated themselves."""
 
 
 class Segment(ABC):
@@ -40,24 +55,8 @@ class Segment(ABC):
         """The values, with a graph that has derivatives of every order."""
 
     @abstractmethod
-    def pull(
-        self,
-        tensors: list[Tensor],
-        wanted: list[int],
-        given: list[int],
-        bars: Sequence[Tensor],
-        *,
-        recorded: bool,
-    ) -> Sequence[OptionalTensor]:
-        """The gradients of the arguments at ``wanted``, from those of the values at ``given``.
-
-        Args:
-            tensors: the arguments.
-            wanted: places of arguments.
-            given: places of values.
-            bars: their gradients.
-            recorded: whether the gradients that are returned may be differentiated themselves.
-        """
+    def pull(self, asked: Asked) -> Sequence[OptionalTensor]:
+        """The gradients of the arguments that are wanted."""
 
 
 def apply(function: PureFn, *tensors: Tensor, values: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
@@ -161,7 +160,7 @@ class _Pulled:
         """The gradients; ``None`` for an argument that is not used, as far as that can be seen."""
         arguments, bars = list(tensors[: self.count]), tensors[self.count :]
         if isinstance(self.function, Segment) and not torch.is_grad_enabled():
-            return self.function.pull(arguments, self.wanted, self.given, bars, recorded=self.recorded)
+            return self.function.pull(Asked(arguments, self.wanted, self.given, bars, self.recorded))
         if transforms_are_active():
             points = [arguments[place] for place in self.wanted]
             made: Any = torch.func.vjp(self._function_of(arguments), *points)

@@ -51,22 +51,17 @@ class Graph(NamedTuple):
     inputs: list[int]
     """Which of the tensors, then of the numbers that are inputs, these are."""
     leaves: list[Any]
-    """Of the result; in a tensor's place a :class:`Result` or a :class:`Given`."""
+    """Of the result; in a tensor's place a :class:`Result`."""
     spec: Any
     changed: list[int]
     """Which of the tensors it changes in place."""
 
 
 class Result(NamedTuple):
-    """Stands for a tensor that the graph makes."""
+    """Stands for a tensor that the graph makes, or that the function was given and returns as it is."""
 
     number: int
-
-
-class Given(NamedTuple):
-    """Stands for a tensor that the function returns as it is."""
-
-    number: int
+    is_given: bool = False
 
 
 def trace(body: Body, call: Call, tensors: Sequence[Tensor], unknown: Collection[int]) -> Graph:
@@ -126,7 +121,7 @@ def trace(body: Body, call: Call, tensors: Sequence[Tensor], unknown: Collection
         for leaf in found:
             if isinstance(leaf, Tensor):
                 if id(leaf) in place_of:
-                    made.append(Given(place_of[id(leaf)]))
+                    made.append(Result(place_of[id(leaf)], is_given=True))
                     continue
                 if id(leaf) not in results:
                     results[id(leaf)] = len(tensors_made)

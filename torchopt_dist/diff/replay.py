@@ -270,23 +270,14 @@ class _Replay:
             values = [*self.tensors(outcome.carry), torch.stack(outcome.losses)]
             return values, self.rest(outcome.carry)
 
-    def pull(
-        self,
-        segment: _Segment,
-        tensors: Sequence[Tensor],
-        wanted: Sequence[int],
-        given: Sequence[int],
-        bars: Sequence[Tensor],
-        *,
-        recorded: bool,
-    ) -> Sequence[OptionalTensor]:
+    def pull(self, segment: _Segment, asked: remat.Asked) -> Sequence[OptionalTensor]:
         """Gradients of a segment's values → of its arguments, of which there is no graph."""
         weights: list[OptionalTensor] = [None] * (self.count + 1)
-        for place, bar in zip(given, bars, strict=True):
+        for place, bar in zip(asked.given, asked.bars, strict=True):
             weights[place] = bar
-        start = [x.detach() for x in tensors[: self.count]]
-        back = _Back(self, [place - self.count for place in wanted if place >= self.count])
-        way = None if recorded else self._way_back(segment, back.wanted, weights)
+        start = [x.detach() for x in asked.tensors[: self.count]]
+        back = _Back(self, [place - self.count for place in asked.wanted if place >= self.count])
+        way = None if asked.recorded else self._way_back(segment, back.wanted, weights)
         found = None if way is None else way.known(segment.first, start)
         if found is None:
             with steps_again(self.loop, self.modes):
@@ -294,7 +285,7 @@ class _Replay:
             if way is not None:
                 way.note(segment.first, found, back.sums)
             found += back.sums
-        return [found[place] for place in wanted]
+        return [found[place] for place in asked.wanted]
 
     def _way_back(
         self, segment: _Segment, wanted: list[int], weights: list[OptionalTensor]
@@ -505,13 +496,5 @@ class _Segment(remat.Segment):
         with steps_again(replay.loop, replay.modes):
             return replay.graph(loop, self, now, declared)
 
-    def pull(
-        self,
-        tensors: list[Tensor],
-        wanted: list[int],
-        given: list[int],
-        bars: Sequence[Tensor],
-        *,
-        recorded: bool,
-    ) -> Sequence[OptionalTensor]:
-        return self.replay.pull(self, tensors, wanted, given, bars, recorded=recorded)
+    def pull(self, asked: remat.Asked) -> Sequence[OptionalTensor]:
+        return self.replay.pull(self, asked)

@@ -13,8 +13,8 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
 
+from torchopt_dist.core import remat
 from torchopt_dist.core.evaluation import is_evaluating
 from torchopt_dist.core.meaning import RefusedError
 from torchopt_dist.core.program_inputs import Call
@@ -128,26 +128,19 @@ class _Losses(Recorded):
         self.grads = grads[0] if grads else None
         return value, flags
 
-    def pull(
-        self,
-        tensors: list[Tensor],
-        wanted: list[int],
-        given: list[int],
-        bars: Sequence[Tensor],
-        **options: Any,
-    ) -> Sequence[OptionalTensor]:
+    def pull(self, asked: remat.Asked) -> Sequence[OptionalTensor]:
         if self.grads is None:
-            return super().pull(tensors, wanted, given, bars, **options)
+            return super().pull(asked)
         found: list[OptionalTensor] = []
         own = [place in self.tasks.mapped for place in self.tasks.own]
-        for place in wanted:
-            grad, bar = self.grads[place], bars[0]
+        for place in asked.wanted:
+            grad, bar = self.grads[place], asked.bars[0]
             if grad is not None:  # the sum over the tasks, but for a tensor that has one for each
                 bar = bar.to(grad.dtype).reshape(-1)
                 by_task = grad.reshape(bar.shape[0], -1)
                 is_own = place < len(own) and own[place]
                 grad = bar[:, None] * by_task if is_own else by_task.t().mv(bar)
-                grad = grad.reshape(tensors[place].shape)
+                grad = grad.reshape(asked.tensors[place].shape)
             found.append(grad)
         return found
 
